@@ -249,13 +249,15 @@ def planned_hooks(device: Device) -> list[HookPath]:
 
 def test_a_hook_of_a_planned_step_crosses_no_more_than_it_did() -> None:
     paths = planned_hooks(cm.SimDevice())
-    assert paths.pop(0).num_calls <= 54  # the step's first: the director finds out which step it is, and if gradients are there
-    for kind, number, most_calls, median_calls, most_files in (("save", 28, 51, 25, 24), ("use", 29, 35, 19, 19)):
-        of_kind = [path for path in paths if path.kind == kind]
+    assert paths.pop(0).num_calls <= 63  # the step's first: the director finds out which step it is, and the loop takes over
+    # Three hooks of each kind copy, free or bring back a part of a storage, which has a record. The others are the loop's.
+    for kind, number, most_calls, median_calls, of_loop, most_files in (("save", 28, 40, 9, 16, 5), ("use", 29, 35, 5, 10, 5)):
+        of_kind = sorted((path for path in paths if path.kind == kind), key=lambda path: path.num_calls)
         assert len(of_kind) == number
-        assert max(path.num_calls for path in of_kind) <= most_calls
+        assert of_kind[-1].num_calls <= most_calls
+        assert of_kind[-4].num_calls <= of_loop
         assert median(path.num_calls for path in of_kind) <= median_calls
-        assert max(path.num_files for path in of_kind) <= most_files
+        assert max(path.num_files for path in of_kind[:-3]) <= most_files
 
 
 # --- in the profiler's traces, and nothing changes without a profiler

@@ -4,14 +4,8 @@
 //   save, use = loop.hook_of(True, python_save), loop.hook_of(False, python_use)     // what autograd calls
 //   loop.hook = 3; ...; loop.enter(Program(rows, ...), compute_stream, is_record)    // it takes the hooks behind the latest
 //   state = loop.give_back()                                                         // ... until here: all it has, with its numbers
-//
-// A hook is done here whole, or by Python: whatever the loop does not know, Python's hook does. That one enters the executor's lock,
-// which first has all given back (`HookLock.run`). So a step's state is here or there, never in both; Python's loop is the
-// reference, and goes on at that very hook. A row that was begun here begins there again: each op first asks for the state of its
-// storage. A storage that has a record there, or gets one as it leaves in part, keeps it: Python does what a row does with that.
-//
-// The GIL is held throughout. Where Python is called, the mutex is not: another thread may have all given back meanwhile, and the
-// hook is then Python's (`Left`).
+// That file is the reference, and says what is done where. The GIL is held throughout. Where Python is called, the mutex is not:
+// another thread may have all given back meanwhile, and the hook is then Python's (`Left`).
 
 #include "device_memory.h"
 
@@ -116,6 +110,12 @@ struct Slot {  // a saved storage
   std::vector<Save*> saves;
   bool is_alone() const { return is_held_by(storage, saves.size() + 1) && storage.unsafeGetStorageImpl()->resizable(); }
   bool has_unwritten() const { return std::ranges::any_of(saves, &Save::is_as_saved); }
+  bool includes(const at::Tensor& t, const at::Tensor& holder) const {
+    return std::ranges::any_of(saves, [&](const Save* s) {
+      const bool is_same = s->is_as_saved() && s->version == (int64_t)t._version() && s->origin->counter.lock() == holder.getIntrusivePtr();
+      return is_same && s->alias.is_contiguous() && s->alias.nbytes() == storage.nbytes();
+    });
+  }
 };
 
 // Host memory for the copies of a group of storages, which are copied out one after the other. Python has its block.
@@ -343,7 +343,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     const bool is_of_leaf = holder.requires_grad() ? holder.is_leaf() : t.requires_grad();
     return is_plain && !is_of_leaf && storage.unsafeGetStorageImpl()->resizable() ? NONE : UNKNOWN;
   }
-  // As `StepLoop.moving`. Null or None: Python has to do it.
+  // As `StepLoop._move`. Null or None: Python has to do it.
   py::object move(const at::Tensor& t, const at::Tensor& holder, const Row& row, int64_t operators_now) {
     const int n = row.number;
     const auto& storage = t.storage();
@@ -354,7 +354,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
       by_storage[storage.unsafeGetStorageImpl()] = slots[n].get();
     }
     Slot* slot = slots[n].get();
-    if (slot == nullptr || !slot->storage.is_alias_of(storage) || slot->state != ON_DEVICE) return {};  // a copy may lack these bytes
+    if (slot == nullptr || !slot->storage.is_alias_of(storage) || (slot->state != ON_DEVICE && !slot->includes(t, holder))) return {};  // a copy may lack these bytes
     slot->operators = operators_now;
     return make_handle(t, holder, slot, false);
   }

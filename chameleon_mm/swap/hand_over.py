@@ -79,8 +79,7 @@ class _Compiled(NamedTuple):
 
 
 class HandOver:
-    """Hands the hooks of planned steps to the loop of one executor, and takes them back. Not thread-safe: the executor holds its
-    lock."""
+    """Hands the hooks of planned steps to an executor's loop, and takes them back. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, executor: Executor, ops: StepOps) -> None:
         parts = executor.parts
@@ -107,7 +106,7 @@ class HandOver:
         _all.add(self)
 
     def _make_loop(self, executor: Executor) -> Any:
-        """Make the loop: in C++, unless that is not built or the device's readings are not its own, as with a window of parameters."""
+        """Make the loop: in C++ if that is built, and the device's readings are its own, not those beside a window."""
         device, context, min_bytes = self._device, self._context, executor.rule.min_bytes
         streams = context.out_queue.stream, context.back_queue.stream
         helper = device.native_loop(streams) if device is context.pool.device else None
@@ -170,7 +169,8 @@ class HandOver:
         numbers = dict.fromkeys(_TOTALS, 0) | {
             "hook": self._since, "operators": latest.numbers[thread], "since": growth.checked_at, "growth": growth.nbytes,
             "limit": budget.hbm_budget_bytes - way.margin_bytes, "now": budget.last_allocated_bytes - budget.taken_bytes,
-            "taken": budget.taken_bytes, "cumulative": cumulative - self._device.cumulative_offset(), "peak": budget.peak_watch.last_bytes, "seen": 0,
+            "taken": budget.taken_bytes, "cumulative": cumulative - self._device.cumulative_offset(),
+            "peak": budget.peak_watch.last_bytes, "seen": 0,
         }  # fmt: skip
         for name, value in numbers.items():
             setattr(self.loop, name, value)
@@ -385,8 +385,8 @@ class HandOver:
 
 
 def _asked(method: Any, *, in_lock: bool) -> Callable[..., Any]:
-    """The method, called in the executor's lock, where nothing is given back. `in_lock`: the caller holds it. It does not keep its
-    object. Returns None if all was given back before."""
+    """The method, called in the executor's lock, where nothing is given back, without keeping its object. `in_lock`: the caller
+    holds that lock. Returns None if all was given back before."""
     weak, work = weakref.ref(method.__self__), method.__func__
 
     def call(*arguments: Any) -> Any:
@@ -409,7 +409,8 @@ class _OfPython:
     @staticmethod
     def delegate(handle: Saved, python: Handle) -> None:
         """Have a handle that was given back lead to one of the executor's."""
-        handle.python, handle.slot, handle.alias = python, None, None
+        handle.python = python
+        del handle.slot, handle.alias
 
 
 def _compiled(kind: Any, program: StepProgram, until: list[int]) -> _Compiled:

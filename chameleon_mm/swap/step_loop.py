@@ -10,7 +10,7 @@
 `device/loop.cpp` is the same loop in C++, and this one is its reference: same rows, same slots, same hand-over.
 
 A slot is light: the storage, its aliases and versions, and where the bytes are. The hook's place in the step, the ops due there
-and the storage meant are in the row, so nothing is searched. A hook is done here whole, or by the executor. A row that was begun
+and the storage meant are in the row: nothing is searched. A hook is done here whole, or by the executor. A row that was begun
 here begins there again: each op first asks for the state of its storage. A storage that has a record (`SavedStorage`) or gets
 one, as it leaves in part, keeps it: the executor's parts do what a row does with that.
 
@@ -73,7 +73,8 @@ class Row(NamedTuple):
     def of(cls, *told: Any) -> Row:
         """`told`: the fields up to `ins`, class, sizes, dtype, and a number: of operators, or of a hook."""
         _, _, is_checked, _, _, ops, ins, *key = told
-        return cls(*told[:7], tuple(key), key[-1], not (is_checked or ops or ins))
+        is_idle = not (is_checked or ops or ins)
+        return cls._make((*told[:7], tuple(key), key[-1], is_idle))
 
 
 class Program(NamedTuple):
@@ -88,7 +89,19 @@ class Program(NamedTuple):
 class Slot:
     """A saved storage that the loop moves. Its handles, and a copy under way, hold it; the loop refers to it weakly."""
 
-    __slots__ = ("__weakref__", "arrivals", "done", "emptied", "host", "number", "offset", "operators", "saves", "state", "storage")
+    __slots__ = (
+        "__weakref__",
+        "arrivals",
+        "done",
+        "emptied",
+        "host",
+        "number",
+        "offset",
+        "operators",
+        "saves",
+        "state",
+        "storage",
+    )
 
     def __init__(self, storage: torch.UntypedStorage, number: int) -> None:
         self.storage, self.number = storage, number
@@ -115,8 +128,8 @@ class Slot:
         return False
 
     def includes(self, t: Tensor) -> bool:
-        """True if a copy that began before has the bytes of `t`, which is saved now: an earlier save has all bytes of the storage,
-        by the same counter at the same version. Note [Identity]."""
+        """True if a copy that began before has the bytes of `t`, saved now: an earlier save has all bytes of the storage, by the
+        same counter at the same version. Note [Identity]."""
         base, now = t._base, t._version
         owner = t if base is None else base
         return any(
@@ -130,7 +143,8 @@ class Saved:
     """Handle of a saved tensor that moves. Has what `SavedBytes` and `Origin` need, if the executor gets it."""
 
     __slots__ = (
-        "__weakref__", "alias", "counter", "hook", "name", "node_number", "output_nr", "python", "slot", "tensor", "used_in", "version"
+        "__weakref__", "alias", "counter", "hook", "name", "node_number", "output_nr", "python", "slot", "tensor", "used_in",
+        "version",
     )  # fmt: skip
 
     def __init__(self, t: Tensor, slot: Slot, hook: int) -> None:
@@ -171,7 +185,9 @@ class StepLoop:
         # Numbers of a step: set as the loop takes the hooks, and read afterwards.
         self.hook = -1
         """Latest hook that was done, here or by the executor."""
-        self.operators = self.limit = self.now = self.cumulative = self.taken = self.since = self.growth = self.peak = self.seen = 0
+        self.operators = self.limit = self.now = self.cumulative = self.taken = self.since = self.growth = self.peak = (
+            self.seen
+        ) = 0
         self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
         self._read_memory = device.memory_reader()
         self._begin()
@@ -194,7 +210,7 @@ class StepLoop:
 
     # --- what autograd calls
 
-    def hook_of(self, saves: bool, python: Callable[[Any], Any]) -> Callable[[Any], Any]:  # noqa: FBT001
+    def hook_of(self, saves: bool, python: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a hook, for saves or for uses. `python`: does what the loop does not."""
         hook_lock, do, come_back = self._hook_lock(), self._save if saves else self._use, self._python["come_back"]
         assert hook_lock is not None
@@ -260,7 +276,9 @@ class StepLoop:
         """Return the handle of a tensor that the plan may move. Note [Identity]."""
         storage, number, is_first = t.untyped_storage(), row.number, row.kind == FIRST
         key, slot = id(storage), None if (ref := self._slots[number]) is None else ref()
-        if is_first and (slot is not None or key in self._claimed or (key in self._by_storage and self._by_storage[key]() is not None)):
+        if is_first and (
+            slot is not None or key in self._claimed or (key in self._by_storage and self._by_storage[key]() is not None)
+        ):
             return None  # the storage may have a claim: the executor finds out
         if self._is_record[number]:
             return self._python["save_record"](t, hook)
@@ -490,7 +508,8 @@ class StepLoop:
                 self._compute.wait(self._under_copy[number].done)  # Note [Reclaim]: its copy -> the memory's next owner
         told = {
             "slots": [
-                (slot.number, slot.state, slot.operators, self._is_over(slot), slot.emptied) for _, slot in sorted(slots.items())
+                (slot.number, slot.state, slot.operators, self._is_over(slot), slot.emptied)
+                for _, slot in sorted(slots.items())
             ],
             "all_saves": [saved.told() for saved in saves],
             "outlived": [

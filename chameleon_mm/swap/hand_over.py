@@ -79,7 +79,7 @@ class _Compiled(NamedTuple):
 
 
 class HandOver:
-    """Hands the hooks of planned steps to an executor's loop, and takes them back. Not thread-safe: the executor holds its lock."""
+    """Hands hooks of planned steps to an executor's loop, and takes them back. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, executor: Executor, ops: StepOps) -> None:
         parts = executor.parts

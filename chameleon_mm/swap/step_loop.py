@@ -90,18 +90,8 @@ class Slot:
     """A saved storage that the loop moves. Its handles, and a copy under way, hold it; the loop refers to it weakly."""
 
     __slots__ = (
-        "__weakref__",
-        "arrivals",
-        "done",
-        "emptied",
-        "host",
-        "number",
-        "offset",
-        "operators",
-        "saves",
-        "state",
-        "storage",
-    )
+        "__weakref__", "arrivals", "done", "emptied", "host", "number", "offset", "operators", "saves", "state", "storage"
+    )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, number: int) -> None:
         self.storage, self.number = storage, number
@@ -128,8 +118,8 @@ class Slot:
         return False
 
     def includes(self, t: Tensor) -> bool:
-        """True if a copy that began before has the bytes of `t`, saved now: an earlier save has all bytes of the storage, by the
-        same counter at the same version. Note [Identity]."""
+        """True if a copy that began before has the bytes of `t`, saved now: an earlier save has all of them, by the same counter
+        at the same version. Note [Identity]."""
         base, now = t._base, t._version
         owner = t if base is None else base
         return any(
@@ -185,9 +175,8 @@ class StepLoop:
         # Numbers of a step: set as the loop takes the hooks, and read afterwards.
         self.hook = -1
         """Latest hook that was done, here or by the executor."""
-        self.operators = self.limit = self.now = self.cumulative = self.taken = self.since = self.growth = self.peak = (
-            self.seen
-        ) = 0
+        self.operators = self.limit = self.now = self.cumulative = self.taken = self.since = self.growth = 0
+        self.peak = self.seen = 0
         self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
         self._read_memory = device.memory_reader()
         self._begin()
@@ -494,7 +483,6 @@ class StepLoop:
         self._compute, self._is_record, self._epoch, self._home = compute, is_record, epoch, get_ident()
         self._timed = self._metrics.timed
         self._begin(len(self._nbytes))
-        self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
         self.follows = True
 
     def give_back(self) -> dict[str, Any]:
@@ -507,17 +495,10 @@ class StepLoop:
             for number in self._under_copy.keys() - slots.keys():
                 self._compute.wait(self._under_copy[number].done)  # Note [Reclaim]: its copy -> the memory's next owner
         told = {
-            "slots": [
-                (slot.number, slot.state, slot.operators, self._is_over(slot), slot.emptied)
-                for _, slot in sorted(slots.items())
-            ],
+            "slots": [(n, slot.state, slot.operators, self._is_over(slot), slot.emptied) for n, slot in sorted(slots.items())],
             "all_saves": [saved.told() for saved in saves],
-            "outlived": [
-                storage for number, ref in self._storages.items() if number not in slots and (storage := ref()) is not None
-            ],
-            "late": [*self._late, *self._later],
-            "growths": self._growths,
-            "kept": [],
-        }
+            "outlived": [storage for n, ref in self._storages.items() if n not in slots and (storage := ref()) is not None],
+            "late": [*self._late, *self._later], "growths": self._growths, "kept": [],
+        }  # fmt: skip
         self._begin()
         return told

@@ -350,9 +350,9 @@ class Home:
 
     @contextmanager
     def entered(self) -> Iterator[Stream]:
-        """Context for work on hosted memory: holds the executor's lock and pauses recorders. Gives the current compute
-        stream."""
-        with self.recording.paused(), self._executor.hook_lock.entered():
+        """Context for work on hosted memory: holds the executor's lock and pauses recorders, and no torch function mode sees
+        it. Gives the current compute stream."""
+        with torch._C.DisableTorchFunction(), self.recording.paused(), self._executor.hook_lock.entered():
             yield self.context.streams.current()
 
     def is_entered_here(self) -> bool:

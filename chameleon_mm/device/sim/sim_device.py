@@ -76,7 +76,8 @@ class SimCompute(RegionMode):
         facts = self._facts[func]
         if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
-        return self._launch(OpCall(facts, func, args, kwargs, device_type="cpu"))
+        with torch._C.DisableTorchFunction():  # no function mode sees it, as for any operator called from C++
+            return self._launch(OpCall(facts, func, args, kwargs, device_type="cpu"))
 
     def run_region(self, region: Region, run: Run, args: list[Any]) -> Any:
         machine, inputs = self.machine, _plain(args)

@@ -36,7 +36,7 @@ from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.plan_options import OPTIMIZERS, add_arguments, run
 from chameleon_mm.tools.prediction import HIDDEN_WITHIN, PARTITIONS, Prediction, assumptions, link_of, predict, show, verdicts
 from chameleon_mm.tools.session_on_shapes import RUN_STEPS
-from chameleon_mm.tools.shape_operators import GpuOperators, gpu_autocast
+from chameleon_mm.tools.shape_operators import GpuOperators, ShapesAlone, gpu_autocast
 from chameleon_mm.tools.step_on_shapes import RecordedStep, StepRequest, record_step
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload, built_in
 from chameleon_mm.units import GIB, MIB, parse_size

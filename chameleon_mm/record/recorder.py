@@ -209,6 +209,8 @@ class Recorder(StepMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].device  # autograd's question, more often than there are operators
         kwargs = kwargs or {}
         dispatch = self._dispatch
         if dispatch.forked or dispatch.tracing:

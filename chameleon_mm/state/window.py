@@ -16,7 +16,7 @@ import weakref
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -79,8 +79,8 @@ class UseSequence:
     def upcoming(self) -> Iterator[int]:
         """Yield the keys that are used next, each once: those of the rest of this step, then those of the next one."""
         found: set[int] = set()
-        for key in (*self._expected[self._at :], *self._expected[: self._at]):
-            if key not in found:
+        for place in chain(range(self._at, len(self._expected)), range(self._at)):
+            if (key := self._expected[place]) not in found:
                 found.add(key)
                 yield key
 
@@ -114,7 +114,7 @@ class Window:
         self._entries: dict[int, HostedStorage] = {}
         """Entries by the id of their storage."""
         self._by_key: dict[int, HostedStorage] = {}
-        self._resident_bytes = 0
+        self._all_bytes = self._resident_bytes = 0
         self._deaths: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
         self._node: object = None
         self._of_node: list[HostedStorage] = []
@@ -161,6 +161,7 @@ class Window:
             on_death=lambda ref: self._deaths.append((number, ref)),
         )
         self._entries[number] = self._by_key[key] = entry
+        self._all_bytes += entry.charged_bytes
         self._resident_bytes += entry.charged_bytes
         return entry
 
@@ -171,6 +172,7 @@ class Window:
             entry = self._entries.get(number)
             if entry is not None and entry.ref is ref:
                 del self._entries[number]
+                self._all_bytes -= entry.charged_bytes
                 if self._by_key.get(entry.key) is entry:
                     del self._by_key[entry.key]
                 if entry.where is not Where.ON_HOST:
@@ -181,7 +183,7 @@ class Window:
         self._entries.clear()
         self._by_key.clear()
         self.leave_node()
-        self._resident_bytes = 0
+        self._all_bytes = self._resident_bytes = 0
 
     def _note_resident(self, nbytes: int) -> None:
         self._resident_bytes += nbytes
@@ -219,7 +221,7 @@ class Window:
     def send_out(self, entries: Iterable[HostedStorage]) -> None:
         """Queue the copies out of `entries`, if not everything fits and as far as the host takes them. They stay on the device
         until their memory is needed."""
-        if sum(entry.charged_bytes for entry in self._entries.values()) <= self.limit_bytes:
+        if self._all_bytes <= self.limit_bytes:
             return
         for entry in entries:
             if entry.where is Where.ON_DEVICE:

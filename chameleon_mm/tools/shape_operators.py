@@ -323,6 +323,7 @@ class ShapesAlone(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = _NoTensorMemo()
+        self.cache_enabled = False  # torch's own, which takes most of that time
         self._outcomes: dict[Hashable, _Outcome] = {}
 
     def __torch_dispatch__(

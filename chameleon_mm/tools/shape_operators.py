@@ -218,18 +218,30 @@ class ValuesReadAsZero(TorchDispatchMode):
         return 0.0 if args[0].is_floating_point() else 0
 
 
+class _MakesViews(dict[Any, bool]):
+    """True for an operator that returns views of its arguments, by its schema, which is read once."""
+
+    def __missing__(self, func: Any) -> bool:
+        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        self[func] = views
+        return views
+
+
 class NoArithmetic(TorchDispatchMode):
     """While active, this thread's CPU operators return results of the right shapes, and compute only small ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self._fake = FakeTensorMode()
+        self._makes_views = _MakesViews()
         self._outcomes: dict[Hashable, _Outcome] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._makes_views[func]:
+            return func(*args, **kwargs)
         kind = (func, _kind(args), _kind(tuple(kwargs.items())))
         outcome = self._outcomes.get(kind)
         if outcome is None:
@@ -238,9 +250,8 @@ class NoArithmetic(TorchDispatchMode):
 
     def _find(self, func: Any, args: Any, kwargs: Any) -> _Outcome:
         """Find the outcome of such a call. Raises what fake tensors raise if it depends on values, which are missing."""
-        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
         flat = tree_flatten((args, kwargs))[0]
-        if views or any(isinstance(value, torch.UntypedStorage) for value in flat):
+        if any(isinstance(value, torch.UntypedStorage) for value in flat):
             return _RUNS
         fakes: dict[int, Tensor] = {}
 

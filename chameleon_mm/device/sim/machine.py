@@ -340,11 +340,16 @@ class SimStream:
             machine.observer.move(self, f"{direction} copy", [(dst, src)], speculative=speculative)
             machine.transfer(self, src.numel(), to_host=to_host, from_host=from_host)
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
-        check_storage(storage, start + host.numel())
-        with torch._C._DisableTorchDispatch():  # an active mode would count it as an operator of the model
-            part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (host.numel(),), (1,))
-        dst, src = (host, part) if out else (part, host)
+    def copy_storage(
+        self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, part: slice | None = None, out: bool
+    ) -> None:
+        with torch._C._DisableTorchDispatch():  # an active mode would count them as operators of the model
+            if part is not None:
+                host = host[part]
+                self._machine.host_us += self._machine.cost.view_us
+            check_storage(storage, start + host.numel())
+            on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (host.numel(),), (1,))
+        dst, src = (host, on_device) if out else (on_device, host)
         self.copy(dst, src, speculative=out)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:

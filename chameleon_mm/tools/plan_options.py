@@ -120,8 +120,8 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
 
 @contextmanager
 def _collected_rarely() -> Iterator[None]:
-    """Let Python look for cycles of garbage after 100,000 new objects. Imports and the step that is recorded make many that stay:
-    at Python's own 700 or so this takes an eighth of a prediction's time."""
+    """Let Python look for cycles of garbage after 100,000 new objects, and not after 700: imports, and the step that is
+    recorded, make many that stay, and the search took a tenth of a prediction's time."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, *before[1:])
     try:

@@ -37,8 +37,8 @@ from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.plan_options import OPTIMIZERS, add_arguments, run
 from chameleon_mm.tools.prediction import HIDDEN_WITHIN, PARTITIONS, Prediction, assumptions, link_of, predict, show, verdicts
 from chameleon_mm.tools.session_on_shapes import RUN_STEPS
-from chameleon_mm.tools.shape_operators import GpuOperators, gpu_autocast
-from chameleon_mm.tools.step_on_shapes import RecordedStep, StepRequest, record_step, shapes_alone
+from chameleon_mm.tools.shape_operators import GpuOperators, ShapesAlone, gpu_autocast
+from chameleon_mm.tools.step_on_shapes import RecordedStep, StepRequest, record_step
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload, built_in
 from chameleon_mm.units import GIB, MIB, parse_size
 from tests._simulated_step import simulated_step
@@ -187,7 +187,7 @@ def test_it_takes_no_memory_and_leaves_torch_as_it_was() -> None:
     ],
 )
 def test_what_is_built_in_has_the_published_number_of_parameters(name: str, count: int) -> None:
-    with shapes_alone():
+    with ShapesAlone():
         model = built_in(name, batch=1, seq=None)().model
     assert sum(p.numel() for p in model.parameters()) == count
 
@@ -402,7 +402,7 @@ def test_the_classes_add_up_to_the_peak() -> None:
     assert sum(need.at_peak_bytes for need in outcome.needs) + outcome.peak.untouched_bytes == outcome.peak.nbytes
     assert all(need.at_peak_bytes <= need.most_bytes for need in outcome.needs)
     assert {need.name for need in outcome.needs} >= {"parameters", "gradients", "optimizer state", "activations", "temporaries"}
-    with shapes_alone():
+    with ShapesAlone():
         parameters = list(llama().model.parameters())
     parameter_bytes = sum(-(-p.numel() * 4 // 512) * 512 for p in parameters)
     by_name = {need.name: need.most_bytes for need in outcome.needs}

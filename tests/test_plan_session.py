@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import chameleon_mm as cm
 from chameleon_mm.device.sim import SimDevice
@@ -24,7 +27,7 @@ from chameleon_mm.tools import session_on_shapes
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.plan_command import source_of
-from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, beside, record, run_session
+from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, beside, host_bytes_beside, record, run_session
 from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic
 from chameleon_mm.tools.step_on_shapes import TrainingStep
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, Workload
@@ -187,6 +190,44 @@ def test_what_lies_beside_the_window_is_what_a_session_records(
     # Only the session knows the storages that are idle between two uses.
     assert least_memory(predicted).nbytes == least_memory(away_before_first_uses_alone(recorded)).nbytes - window
     assert peak_memory(predicted).idle_bytes == peak_memory(recorded).idle_bytes
+
+
+def test_buckets_of_state_change_nothing_that_lies_on_the_host() -> None:
+    request = within(llama, BOTH, 2.0, "adamw")
+    whole, parts = record(request), record(request, in_buckets=True)
+    assert 0 == whole.largest_bucket_bytes < parts.largest_bucket_bytes
+    for budget in (request.hbm_budget_bytes, 1 << 40):
+        assert host_bytes_beside(whole, BOTH, budget) == host_bytes_beside(parts, BOTH, budget) > 0
+        assert whole.window(budget) == parts.window(budget)
+
+
+class Askers(TorchFunctionMode):
+    """Counts, by module, the library's own code that asks torch something which a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+            frame = frame.f_back
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(("chameleon_mm.record", "chameleon_mm.state", "chameleon_mm.swap", "chameleon_mm.device.operators")):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_function_mode_sees_what_the_library_asks_in_a_step() -> None:
+    """Each question would be a call of Python, in the plan's own mode as in a user's: torch.set_default_device is one."""
+    request, seen = within(gpt, BOTH, 2.0), []
+    for steps in (2, 4):
+        with Askers() as askers:
+            run_session(request, steps=range(steps), counted=False)
+        del askers.counts["chameleon_mm.state.parameter_watch"]  # it hands on the user's own calls
+        seen.append(askers.counts)
+    assert seen[0] == seen[1]  # all at the session's begin and end
+    assert seen[0]
 
 
 def test_state_alone_is_smaller_than_all_on_the_device() -> None:

@@ -55,11 +55,14 @@ class HeldStream:
     def log_of(self, what: str) -> list[object]:
         return [about for kind, about in self.log if kind == what]
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
+    def copy_storage(
+        self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, part: slice | None = None, out: bool
+    ) -> None:
+        host = host if part is None else host[part]
         self.log.append(("copy", host.numel()))
         self.speculative.add(out)
-        part = torch.empty(0, dtype=torch.uint8).set_(storage)[start : start + host.numel()]
-        (host if out else part).copy_(part if out else host)
+        on_device = torch.empty(0, dtype=torch.uint8).set_(storage)[start : start + host.numel()]
+        (host if out else on_device).copy_(on_device if out else host)
 
     def record(self, *, timed: bool = False) -> HeldEvent:
         return HeldEvent(self, timed=timed)
@@ -398,12 +401,12 @@ class CountingStream:
         self._after_copy: list[SeenEvent] = []
         self._copied = False
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, **options: Any) -> None:
         # Copies of a stream complete in order: those before one that was seen complete are complete, too.
         latest_first = enumerate(reversed(self._after_copy))
         outstanding = next((number for number, event in latest_first if event.seen), len(self._after_copy))
         assert self.urgent or outstanding < self._limit, f"{outstanding} copies outstanding, and one more"
-        self.inner.copy_storage(storage, host, start=start, out=out)
+        self.inner.copy_storage(storage, host, **options)
         self._copied = True
 
     def record(self, *, timed: bool = False) -> SeenEvent:

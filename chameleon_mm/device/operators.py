@@ -309,10 +309,8 @@ class OpCall:
             collect_tensors(updated_statistics(facts, args), device_type, self.mutated)
 
     def run(self) -> Any:
-        """Run it, once. Afterwards `written` has the returned and mutated tensors. Torch function modes do not see the call, as
-        for any operator called from C++."""
-        resolved = lazy_bits_resolved() if may_have_lazy_bits(self.inputs.values()) else nullcontext()
-        with torch._C.DisableTorchFunction(), resolved:
+        """Run it, once. Afterwards `written` has the returned and mutated tensors."""
+        with lazy_bits_resolved() if may_have_lazy_bits(self.inputs.values()) else nullcontext():
             self.out = self.func(*self.args, **self.kwargs)
         self.written = dict(self.mutated)
         collect_tensors((self.out,), self.device_type, self.written)

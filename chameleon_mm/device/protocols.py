@@ -69,10 +69,12 @@ class Stream(Protocol):
         write `src` meanwhile; then the copied bytes are undefined and the caller must not use them. Raises `ValueError` for
         unequal sizes, other dtypes or other layouts."""
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
-        """Enqueue a copy of the bytes of `storage`, in device memory, from byte `start` on to the flat uint8 tensor `host`
-        (`out`), or back. Like `copy`, but without a tensor over the storage. A copy out is speculative. Raises `ValueError` if
-        the storage has fewer bytes than that."""
+    def copy_storage(
+        self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, part: slice | None = None, out: bool
+    ) -> None:
+        """Enqueue a copy of the bytes of `storage`, in device memory, from byte `start` on to `part` (None: all) of the flat
+        uint8 tensor `host` (`out`), or back. Like `copy`, but without a tensor over the storage. A copy out is speculative.
+        Raises `ValueError` if the storage has fewer bytes than that."""
 
     def copy_behind(
         self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, offset: int, *, out: bool, again: Event | None = None

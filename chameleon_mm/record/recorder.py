@@ -209,6 +209,8 @@ class Recorder(StepMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].device  # autograd's question, more often than there are operators
         kwargs = kwargs or {}
         dispatch = self._dispatch
         if dispatch.forked or dispatch.tracing:
@@ -226,13 +228,14 @@ class Recorder(StepMode):
             return run_in_parts(func, args, kwargs, self)
         if facts.question:
             return func(*args, **kwargs)
-        call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
-        if (region := self._region) is not None:
-            return self._run_in(region, call)
-        if has_other_formula(call):
-            self.must_leave = True
-            self._give_up(f"autograd takes another formula for {facts.name} while it looks")
-        return self._record(call) if self._writes() else self._run(call)
+        with torch._C.DisableTorchFunction():  # no function mode sees it, as for any operator called from C++
+            call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
+            if (region := self._region) is not None:
+                return self._run_in(region, call)
+            if has_other_formula(call):
+                self.must_leave = True
+                self._give_up(f"autograd takes another formula for {facts.name} while it looks")
+            return self._record(call) if self._writes() else self._run(call)
 
     def _run(self, call: OpCall) -> Any:
         return call.run() if self._retry is None else self._retry.run(call)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,8 +220,8 @@ class StepLog:
         self._start_bytes = self._readings.allocated_bytes
         self.builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
         self.table = StorageTable(self.builder, allocated_bytes=self._start_bytes)
-        self._contents: dict[str, int] = {}
-        """Hash of each signature, computed once."""
+        self._contents: dict[Hashable, int] = {}
+        """Hash of each operator's name and arguments, by their kind: computed once."""
         self.times = EventTimes(device) if times is None else times
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self.trained: list[weakref.ref[Tensor]] = []
@@ -249,17 +249,18 @@ class StepLog:
         given, written, inner = self._number(call, new_storages)
         # In a region: a name of no operator that may run again.
         name = f"compiled::{call.facts.name}" if in_compiled_region() else call.func.name()
-        arguments = f"{_describe(call.args)}, {_describe(call.kwargs)}"
         writes, crossed = [traced.number for traced in written], call.link_bytes(self._device.owns)
-        op = self._op(name, arguments, (*read, *given), writes, inner_bytes=inner, link_bytes=crossed)
+        op = self._op(name, (call.args, call.kwargs), (*read, *given), writes, inner_bytes=inner, link_bytes=crossed)
         self._wrote(op, written)
         self.times.ran(op, call)
 
-    def _op(self, name: str, given: str, read: Iterable[TracedStorage], writes: Sequence[int] = (), **more: Any) -> int:
+    def _op(
+        self, name: str, given: Sequence[Any], read: Iterable[TracedStorage], writes: Sequence[int] = (), **more: Any
+    ) -> int:
         """Record an operator that was called with the arguments `given`. `more`: as for the builder's. Returns its number."""
-        signature = f"{name}({given})"
-        if (content := self._contents.get(signature)) is None:
-            content = self._contents[signature] = content_of(signature)
+        kind = name, _kind(given)
+        if (content := self._contents.get(kind)) is None:
+            content = self._contents[kind] = content_of(f"{name}({', '.join(map(_describe, given))})")
         phase, reads = StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD, [traced.number for traced in read]
         return self.builder.op(name, content, phase, 0.0, reads=reads, writes=writes, **more)
 
@@ -283,7 +284,7 @@ class StepLog:
         self._readings.take(self.table, unknown, tick=tick)
         read, _ = self._look_up(inputs)
         mutated = _tensors_in([args[i] for i in region.mutated if i < len(args)], self._device_type)
-        op = self._op(region.name, _describe(args), read)  # numbered now: what dies while it runs dies after it
+        op = self._op(region.name, (args,), read)  # numbered now: what dies while it runs dies after it
         self.times.pause()
         self.times.resume()
         nbytes = sum(touched_bytes(t) for t in inputs.values())
@@ -470,6 +471,15 @@ def describe_tensor(t: Tensor) -> str:
     if t.layout is not torch.strided:
         return f"{tuple(t.shape)} {t.layout} {t.dtype}"
     return f"{tuple(t.shape)} {t.stride()} {t.dtype}"
+
+
+def _kind(value: Any) -> Hashable:
+    """Key that is equal for values with equal descriptions, and takes half of the time."""
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_kind, value))
+    return tuple((key, _kind(value[key])) for key in sorted(value)) if isinstance(value, dict) else _describe(value)
 
 
 def _describe(value: Any) -> str:

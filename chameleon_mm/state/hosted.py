@@ -87,6 +87,8 @@ class HostedStorage:
         storage = t.untyped_storage()
         self.kind, self.what = kind, _WHAT[kind]
         self.nbytes = storage.nbytes()
+        self.charged_bytes = allocated_size(self.nbytes)
+        """Bytes that the allocator counts for it."""
         self.key = key
         """Number of the parameter or gradient that it holds, in the order of uses; -1: state."""
         self.where = Where.ON_DEVICE
@@ -109,11 +111,6 @@ class HostedStorage:
         self._in: Move | None = None
         self._last: Move | None = None
         """The last queued copy, in either direction."""
-
-    @property
-    def charged_bytes(self) -> int:
-        """Bytes that the allocator counts for it."""
-        return allocated_size(self.nbytes)
 
     def is_of(self, t: object) -> bool:
         """True if `t` is the tensor whose version counter it uses, still over this storage."""
@@ -350,9 +347,9 @@ class Home:
 
     @contextmanager
     def entered(self) -> Iterator[Stream]:
-        """Context for work on hosted memory: holds the executor's lock and pauses recorders. Gives the current compute
-        stream."""
-        with self.recording.paused(), self._executor.hook_lock.entered():
+        """Context for work on hosted memory: holds the executor's lock and pauses recorders, and no torch function mode sees
+        it. Gives the current compute stream."""
+        with torch._C.DisableTorchFunction(), self.recording.paused(), self._executor.hook_lock.entered():
             yield self.context.streams.current()
 
     def is_entered_here(self) -> bool:

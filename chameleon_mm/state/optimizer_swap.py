@@ -210,7 +210,8 @@ class OptimizerSwap:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        buckets = buckets_of(self._optimizer, self._state_bytes, self._fitting_bytes())
+        with torch._C.DisableTorchFunction():
+            buckets = buckets_of(self._optimizer, self._state_bytes, self._fitting_bytes())
         left_bytes, budget = 0, self.home.budget
         for i, bucket in enumerate(buckets):
             # The copies out of the last bucket's state may take until the next is stepped. Memory is read again: no autograd
@@ -240,7 +241,8 @@ class OptimizerSwap:
 
     def _away(self, params: list[Any]) -> list[SwappedState]:
         states = (self._optimizer.state.get(p) for p in params)
-        return [state for state in states if isinstance(state, SwappedState) and state.away()]
+        with torch._C.DisableTorchFunction():
+            return [state for state in states if isinstance(state, SwappedState) and state.away()]
 
     def _prefetch(self, params: list[Any]) -> None:
         """Queue the copies back of the state of `params`, as far as memory allows."""

@@ -197,7 +197,7 @@ class ParameterSwap:
         self._handles.clear()
         self._hooked.clear()
         on_host = 0
-        with torch._C.DisableTorchFunction(), self._home.entered() as compute:
+        with self._home.entered() as compute:
             for entry in sorted(self.window.entries, key=lambda entry: entry.kind != "gradient"):
                 try:
                     entry.swap_in(compute)
@@ -242,7 +242,7 @@ class ParameterSwap:
         """Set another limit for parameters and gradients. Call it between steps."""
         self.window.limit_bytes = limit_bytes
         if self._active:
-            with torch._C.DisableTorchFunction(), self._home.entered():
+            with self._home.entered():
                 self.window.make_room(0, keep=())
 
     # --- steps
@@ -259,15 +259,16 @@ class ParameterSwap:
         """End the step; if it `completed`, the next is expected to use parameters in the same order."""
         self.window.sequence.end_step(completed=completed)
         self.window.leave_node()
-        with torch._C.DisableTorchFunction(), self._home.entered() as compute:
+        with self._home.entered() as compute:
             for entry in self.window.entries:
                 if entry.where is Where.COMING and entry.kind == "gradient":
                     entry.arrive(compute)  # it may have no later use; after its arrival only its user holds it
 
     def bring(self, params: Iterable[Tensor]) -> None:
         """Bring `params` and their gradients to the device, for an optimizer's step."""
-        found = [entry for p in params for t in (p, p.grad) if t is not None for entry in self.find_all(t)]
-        self.use(found, "an optimizer's step")
+        with torch._C.DisableTorchFunction():
+            found = [entry for p in params for t in (p, p.grad) if t is not None for entry in self.find_all(t)]
+            self.use(found, "an optimizer's step")
 
     def send_out(self, params: Iterable[Tensor]) -> None:
         """Queue the copies out of `params`, which were written, maybe by kernels that move no version counter."""
@@ -392,7 +393,7 @@ class ParameterSwap:
         """Send out the gradient of `p`, which was made or added to now."""
         if not self._active:
             return
-        with torch._C.DisableTorchFunction(), self._home.entered():
+        with self._home.entered():
             entry = self._entry_of_gradient(p)
             if entry is not None:
                 self.window.sequence.note(entry.key)

@@ -146,15 +146,16 @@ class ParameterWatch(TorchFunctionMode):
         found: dict[int, HostedStorage] = {}
         find_all = self._swap.find_all
         stack = [values]
-        while stack:
-            value = stack.pop()
-            if isinstance(value, Tensor):
-                for entry in find_all(value):
-                    found[id(entry)] = entry
-            elif isinstance(value, (tuple, list)):
-                stack.extend(reversed(value))
-            elif isinstance(value, dict):
-                stack.extend(value.values())
+        with torch._C.DisableTorchFunction():  # below this mode are maybe others
+            while stack:
+                value = stack.pop()
+                if isinstance(value, Tensor):
+                    for entry in find_all(value):
+                        found[id(entry)] = entry
+                elif isinstance(value, (tuple, list)):
+                    stack.extend(reversed(value))
+                elif isinstance(value, dict):
+                    stack.extend(value.values())
         return list(found.values())
 
     # --- lists of tensors

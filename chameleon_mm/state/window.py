@@ -16,7 +16,8 @@ import weakref
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class UseSequence:
     def upcoming(self) -> Iterator[int]:
         """Yield the keys that are used next, each once: those of the rest of this step, then those of the next one."""
         found: set[int] = set()
-        for key in (*self._expected[self._at :], *self._expected[: self._at]):
-            if key not in found:
+        for place in chain(range(self._at, len(self._expected)), range(self._at)):
+            if (key := self._expected[place]) not in found:
                 found.add(key)
                 yield key
 
@@ -114,8 +115,10 @@ class Window:
         self._entries: dict[int, HostedStorage] = {}
         """Entries by the id of their storage."""
         self._by_key: dict[int, HostedStorage] = {}
-        self._resident_bytes = 0
-        self._deaths: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
+        self._there: dict[int, HostedStorage] = {}
+        """Entries with device memory, by their place in the order of all that were added: a step asks for them often."""
+        self._added = self._all_bytes = self._resident_bytes = 0
+        self._deaths: deque[tuple[int, int, weakref.ref[torch.UntypedStorage]]] = deque()
         self._node: object = None
         self._of_node: list[HostedStorage] = []
         """Entries used by the autograd node that runs now, `_node`: it needs all of them at once, and no watch sees it run."""
@@ -149,28 +152,32 @@ class Window:
     def add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
         """Add the storage of `t`, which is on the device and not in the window."""
         self.settle()
-        number = id(t.untyped_storage())
+        number, place = id(t.untyped_storage()), self._added
         entry = HostedStorage(
             t,
             "gradient" if is_gradient else "parameter",
             self._home.context.streams.current(),
             self._home.context,
             self._home.budget,
-            note_resident=self._note_resident,
+            note_resident=partial(self._note_resident, number, place),
             key=key,
-            on_death=lambda ref: self._deaths.append((number, ref)),
+            on_death=lambda ref: self._deaths.append((number, place, ref)),
         )
-        self._entries[number] = self._by_key[key] = entry
+        self._entries[number] = self._by_key[key] = self._there[place] = entry
+        self._added += 1
+        self._all_bytes += entry.charged_bytes
         self._resident_bytes += entry.charged_bytes
         return entry
 
     def settle(self) -> None:
         """Forget the storages that have died."""
         while self._deaths:
-            number, ref = self._deaths.popleft()
+            number, place, ref = self._deaths.popleft()
             entry = self._entries.get(number)
             if entry is not None and entry.ref is ref:
                 del self._entries[number]
+                self._there.pop(place, None)
+                self._all_bytes -= entry.charged_bytes
                 if self._by_key.get(entry.key) is entry:
                     del self._by_key[entry.key]
                 if entry.where is not Where.ON_HOST:
@@ -178,12 +185,17 @@ class Window:
 
     def clear(self) -> None:
         """Forget all entries and free their host memory: their storages stay in their current place."""
-        self._entries.clear()
-        self._by_key.clear()
+        for entries in (self._entries, self._by_key, self._there):
+            entries.clear()
         self.leave_node()
-        self._resident_bytes = 0
+        self._all_bytes = self._resident_bytes = 0
 
-    def _note_resident(self, nbytes: int) -> None:
+    def _note_resident(self, number: int, place: int, nbytes: int) -> None:
+        """Note that the entry `number` allocated (positive) or freed (negative) `nbytes`."""
+        if nbytes < 0:
+            self._there.pop(place, None)
+        elif (entry := self._entries.get(number)) is not None:
+            self._there[place] = entry
         self._resident_bytes += nbytes
         self._note_taken(max(0, nbytes))
 
@@ -219,7 +231,7 @@ class Window:
     def send_out(self, entries: Iterable[HostedStorage]) -> None:
         """Queue the copies out of `entries`, if not everything fits and as far as the host takes them. They stay on the device
         until their memory is needed."""
-        if sum(entry.charged_bytes for entry in self._entries.values()) <= self.limit_bytes:
+        if self._all_bytes <= self.limit_bytes:
             return
         for entry in entries:
             if entry.where is Where.ON_DEVICE:
@@ -238,8 +250,8 @@ class Window:
     def _choices(self, keep: Collection[HostedStorage]) -> list[HostedStorage]:
         """Storages with device memory that may leave, besides `keep` and those of the node that runs."""
         kept = {id(entry) for entry in (*keep, *self._of_node)}
-        there = (entry for entry in self._entries.values() if entry.where is not Where.ON_HOST)
-        return [entry for entry in there if id(entry) not in kept and not entry.is_refused]
+        there = (self._there[place] for place in sorted(self._there))
+        return [one for one in there if one.where is not Where.ON_HOST and id(one) not in kept and not one.is_refused]
 
     def _cost(self, entry: HostedStorage) -> int:
         """Rank of the cost of its leaving now: 0 none, 1 wait for a running copy out, 2 a whole copy, 3 it is just coming

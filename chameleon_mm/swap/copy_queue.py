@@ -278,8 +278,8 @@ class CopyQueue:
             # Pieces are timed, not the move: between two pieces the stream may idle, or carry another move that was needed
             # first.
             start = stream.record(timed=True) if move.timed else None
-            piece = host if end - begin == move.nbytes else host[begin:end]
-            stream.copy_storage(storage, piece, start=move.start + begin, out=self._is_out)
+            part = None if end - begin == move.nbytes else slice(begin, end)
+            stream.copy_storage(storage, host, start=move.start + begin, part=part, out=self._is_out)
             move.next_byte = end
             done = stream.record(timed=move.timed)  # orders the reuse of both buffers after this piece
         except BaseException:

@@ -8,7 +8,9 @@ run(args, console, environment)    # check, then plan_command.run
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,9 +112,22 @@ def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
     """Check the arguments and run the command, as `plan_command.run` does."""
     check(args)
-    from chameleon_mm.tools import plan_command
+    with _collected_rarely():
+        from chameleon_mm.tools import plan_command
 
-    return plan_command.run(args, console, environment)
+        return plan_command.run(args, console, environment)
+
+
+@contextmanager
+def _collected_rarely() -> Iterator[None]:
+    """Let Python look for cycles of garbage after 100,000 new objects, and not after 700: imports, and the step that is
+    recorded, make many that stay, and the search took a tenth of a prediction's time."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -285,10 +285,10 @@ def record(request: RunRequest, *, in_buckets: bool = False) -> RecordedStep:
 
 def predict_session(request: RunRequest, steps: Iterable[Any] = range(RUN_STEPS)) -> SessionPrediction:
     """Predict the first steps of a session, one for each element of `steps`, as `run_session` runs them."""
-    step = record(request, in_buckets=True)
+    step = record(request)
     left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
     return SessionPrediction(
-        step=record(request, in_buckets=False),
+        step=step,
         spec=request.spec,
         hbm_budget_bytes=request.hbm_budget_bytes,
         host_budget_bytes=request.host_budget_bytes,

@@ -12,13 +12,21 @@ reserved: the operating system provides a page when something first touches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,6 +164,10 @@ class _New(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    def on(self, device: str) -> Tensor:
+        """Make it: a tensor with a storage of its own."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
 
 class _Given(NamedTuple):
     place: int
@@ -167,6 +179,20 @@ class _Outcome(NamedTuple):
 
     results: tuple[Any, ...] | None
     nest: Any = None
+
+    @classmethod
+    def of(cls, results: Sequence[Any], nest: Any, places: dict[int, int]) -> _Outcome:
+        """Outcome of a call that returned `results`. `places`: of its arguments, by their ids."""
+        return cls(tuple(_result(one, places) for one in results), nest)
+
+    def made(self, make: Callable[[_New], Tensor], args: Any, kwargs: Any) -> Any:
+        """Return what such a call with these arguments returns. `make` makes its new tensors."""
+        assert self.results is not None
+        given = tree_flatten((args, kwargs))[0] if any(isinstance(one, _Given) for one in self.results) else ()
+        made = [
+            make(one) if isinstance(one, _New) else given[one.place] if isinstance(one, _Given) else one for one in self.results
+        ]
+        return made[0] if self.nest.is_leaf() else tree_unflatten(made, self.nest)
 
 
 _RUNS = _Outcome(None)
@@ -192,32 +218,40 @@ class ValuesReadAsZero(TorchDispatchMode):
         return 0.0 if args[0].is_floating_point() else 0
 
 
+class _MakesViews(dict[Any, bool]):
+    """True for an operator that returns views of its arguments, by its schema, which is read once."""
+
+    def __missing__(self, func: Any) -> bool:
+        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        self[func] = views
+        return views
+
+
 class NoArithmetic(TorchDispatchMode):
     """While active, this thread's CPU operators return results of the right shapes, and compute only small ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self._fake = FakeTensorMode()
+        self._makes_views = _MakesViews()
         self._outcomes: dict[Hashable, _Outcome] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._makes_views[func]:
+            return func(*args, **kwargs)
         kind = (func, _kind(args), _kind(tuple(kwargs.items())))
         outcome = self._outcomes.get(kind)
         if outcome is None:
             outcome = self._outcomes[kind] = self._find(func, args, kwargs)
-        if outcome.results is None:
-            return func(*args, **kwargs)
-        given = tree_flatten((args, kwargs))[0] if any(isinstance(one, _Given) for one in outcome.results) else []
-        return tree_unflatten([_made(one, given) for one in outcome.results], outcome.nest)
+        return func(*args, **kwargs) if outcome.results is None else outcome.made(_reserved, args, kwargs)
 
     def _find(self, func: Any, args: Any, kwargs: Any) -> _Outcome:
         """Find the outcome of such a call. Raises what fake tensors raise if it depends on values, which are missing."""
-        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
         flat = tree_flatten((args, kwargs))[0]
-        if views or any(isinstance(value, torch.UntypedStorage) for value in flat):
+        if any(isinstance(value, torch.UntypedStorage) for value in flat):
             return _RUNS
         fakes: dict[int, Tensor] = {}
 
@@ -245,7 +279,12 @@ class NoArithmetic(TorchDispatchMode):
             return _RUNS  # a view, although its schema does not say so
         if nbytes + sum(one.nbytes for one in made) <= COMPUTED_BYTES:
             return _RUNS
-        return _Outcome(tuple(_result(one, places) for one in results), nest)
+        return _Outcome.of(results, nest, places)
+
+
+def _reserved(new: _New) -> Tensor:
+    t = new.on("cpu")
+    return t.zero_() if t.nbytes <= COMPUTED_BYTES else t
 
 
 def _kind(value: Any) -> Hashable:
@@ -265,10 +304,101 @@ def _result(value: Any, places: dict[int, int]) -> Any:
     return _New(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
-def _made(result: Any, given: list[Any]) -> Any:
-    if isinstance(result, _Given):
-        return given[result.place]
-    if not isinstance(result, _New):
-        return result
-    t = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="cpu")
-    return t.zero_() if t.nbytes <= COMPUTED_BYTES else t
+# --- A mode for a step that is recorded: all tensors are fake, and have no address
+
+_CPU = torch.device("cpu")
+
+
+class _NoTensorMemo(FakeTensorConverter):
+    """Keeps no weak reference to results of operators: `Module.to` refuses a parameter that has one.
+
+    Such references find the fake tensor of a result again, but no operator returns the same result twice. The converter below
+    this one still remembers real tensors from outside.
+    """
+
+    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
+        """Do nothing."""
+
+
+class _Unlike(Exception):
+    """The shapes of a call's arguments do not determine its results."""
+
+
+class ShapesAlone(FakeTensorMode):
+    """Mode in which all tensors are fake, including those from outside it.
+
+    Torch finds a call's results in a quarter of a millisecond. So a call of a kind that came before gets new tensors like that
+    one's, without asking, and of a view only the kernel is asked.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.fake_tensor_converter = _NoTensorMemo()
+        self.cache_enabled = False  # torch's own, which takes most of that time
+        self._outcomes: dict[Hashable, _Outcome] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # autograd's question, more often than there are operators
+            return args[0].device
+        try:
+            kind = (func, torch.get_default_dtype(), self._kind(args), self._kind(tuple(kwargs.items())))
+        except _Unlike:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        outcome = self._outcomes.get(kind)
+        if outcome is _VIEWS:
+            with in_kernel_invocation_manager(self):
+                out = func(*args, **kwargs)
+            return self._wrapped(out) if isinstance(out, Tensor) else type(out)(map(self._wrapped, out))
+        if outcome is not None and outcome.results is not None:
+            return outcome.made(lambda new: self._wrapped(new.on("meta")), args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if outcome is None:
+            self._outcomes[kind] = _outcome(func, args, kwargs, out)
+        return out
+
+    def _wrapped(self, t: Tensor) -> Tensor:
+        return FakeTensor(self, t, _CPU)
+
+    def _kind(self, value: Any) -> Hashable:
+        """Properties of an argument that determine the shapes of results. Raises `_Unlike` if there may be others."""
+        if isinstance(value, Tensor):
+            known = type(value) is FakeTensor and value.fake_mode is self and value.constant is None
+            if not known or value.layout is not torch.strided or value.fake_device != _CPU or value.is_conj() or value.is_neg():
+                raise _Unlike
+            return value.shape, value.stride(), value.dtype
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._kind, value))
+        if value is None or type(value) in (int, str):
+            return value
+        if isinstance(value, (bool, float, *_NAMED)):
+            return type(value), value  # True is no 1: an operator of another dtype
+        raise _Unlike
+
+
+_VIEWS = _Outcome(None)
+"""Outcome of views of arguments."""
+
+
+def _outcome(func: Any, args: Any, kwargs: Any, out: Any) -> _Outcome:
+    """Outcome of a kind of call under `ShapesAlone`, of which one returned `out`."""
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
+        return _RUNS
+    flat, (results, nest) = tree_flatten((args, kwargs))[0], tree_flatten(out)
+    places = {id(value): i for i, value in enumerate(flat)}
+    given = {id(value.untyped_storage()) for value in flat if isinstance(value, Tensor)}
+    made = [one for one in results if isinstance(one, Tensor) and id(one) not in places]
+    storages = [id(one.untyped_storage()) for one in made]
+    if given.issuperset(storages) and len(made) == len(results) and not func._schema.is_mutable:
+        return _VIEWS
+    is_plain = all(one is None or id(one) in places or _is_whole(one) for one in results)
+    return _Outcome.of(results, nest, places) if is_plain and len({*given, *storages}) == len(given) + len(made) else _RUNS
+
+
+def _is_whole(t: Any) -> bool:
+    """True if `t` is a fake tensor that has all of its storage, and nothing else determines it."""
+    if type(t) is not FakeTensor or t.constant is not None or t.layout is not torch.strided or t.fake_device != _CPU:
+        return False
+    like = _result(t, {}).on("meta").untyped_storage()
+    return not t.is_conj() and not t.is_neg() and not t.storage_offset() and t.untyped_storage().nbytes() == like.nbytes()

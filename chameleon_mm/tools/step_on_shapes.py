@@ -1,6 +1,6 @@
 """Records a training step of a model that takes no memory: operators run on shapes alone, their times are a roofline's.
 
-    with shapes_alone():
+    with ShapesAlone():
         model = Model().to(torch.bfloat16)      # takes no memory: tensors are their shapes and nothing else
     step = record_step(StepRequest(build=build, spec=spec, optimizer="adamw", dtype=torch.bfloat16, min_bytes=1 << 20))
     step.trace                  as a recorder on that GPU would make it if the host were never late
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.optim import SGD, AdamW, Optimizer
 
 from chameleon_mm.device.sim import SimDevice
@@ -32,29 +31,11 @@ from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.state.optimizer_swap import STATE_PER_PARAMETER, alone, buckets_of, raw_step
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
 from chameleon_mm.tools.blocks import Checkpointing, checkpoint_blocks, groups_of
-from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, ValuesReadAsZero, gpu_autocast
+from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, ShapesAlone, ValuesReadAsZero, gpu_autocast
 from chameleon_mm.tools.workload import Build, ModelUnusable, Workload, told_as
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class _NoTensorMemo(FakeTensorConverter):
-    """Keeps no weak reference to results of operators: `Module.to` refuses a parameter that has one.
-
-    Such references find the fake tensor of a result again, but no operator returns the same result twice. The converter below
-    this one still remembers real tensors from outside.
-    """
-
-    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
-        """Do nothing."""
-
-
-def shapes_alone() -> FakeTensorMode:
-    """Make a mode in which all tensors are fake, including those from outside it."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.fake_tensor_converter = _NoTensorMemo()
-    return mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +111,7 @@ def record_step(request: StepRequest, *, bucket_bytes: int | None = None) -> Rec
     Takes tens of microseconds for each operator. Raises `ModelUnusable` if the model fails.
     """
     device, optimizer, autocast, min_bytes = SimDevice(request.spec), request.optimizer, request.autocast, request.min_bytes
-    with shapes_alone(), default_dtype(request.dtype), GpuOperators(), gpu_autocast(), _uncompiled():
+    with ShapesAlone(), default_dtype(request.dtype), GpuOperators(), gpu_autocast(), _uncompiled():
         with ValuesReadAsZero() as values:
             workload = request.build()
         how: Any = {"compiled": request.compiled, "checkpointed": request.checkpointed}

@@ -1,7 +1,7 @@
 """Models whose step can be predicted: built in, or from a user's function.
 
 build: Build = source_of(...)           # checked; nothing built yet
-with shapes_alone():
+with ShapesAlone():
     workload = build()                  # weights and batch are fake: shapes without memory
     workload.loss().backward()
 
@@ -104,7 +104,7 @@ class Workload:
 
 
 Build = Callable[[], Workload]
-"""Builds a workload on the CPU, in torch's default dtype. Call it under `shapes_alone`."""
+"""Builds a workload on the CPU, in torch's default dtype. Call it under `ShapesAlone`."""
 
 
 # --- Built-in models, which need only torch: a Llama in plain eager code, and a GPT-2

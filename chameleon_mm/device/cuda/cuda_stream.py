@@ -86,15 +86,19 @@ class CudaStream:
         if dst.numel():
             self._copy(dst, src)
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
-        nbytes, runtime = host.numel(), self._device.cupy_runtime
+    def copy_storage(
+        self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, part: slice | None = None, out: bool
+    ) -> None:
+        begin, end, _ = (0, host.numel(), 1) if part is None else part.indices(host.numel())
+        nbytes, runtime = end - begin, self._device.cupy_runtime
         check_storage(storage, start + nbytes)
         if runtime is None:
-            part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + nbytes]
-            self._copy(*((host, part) if out else (part, host)))
+            on_host = host[begin:end]
+            on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + nbytes]
+            self._copy(*((on_host, on_device) if out else (on_device, on_host)))
             return
-        on_host, on_device = host.data_ptr(), storage.data_ptr() + start
-        dst, src = (on_host, on_device) if out else (on_device, on_host)
+        host_address, address = host.data_ptr() + begin, storage.data_ptr() + start
+        dst, src = (host_address, address) if out else (address, host_address)
         runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self.handle)
 
     def copy_behind(

@@ -26,8 +26,11 @@ which plans depend.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -116,7 +119,8 @@ class CopyEngine:
         start = max(ready_us, self.free_at_us)
         clock = start + COPY_LATENCY_US
         left = float(nbytes)
-        for beside in other.spans:
+        first = bisect_right(other.spans, clock, key=attrgetter("end_us"))  # ends rise
+        for beside in islice(other.spans, first, None):
             if left <= 0:
                 break
             if beside.end_us <= clock:

@@ -211,7 +211,7 @@ class Ledger:
             key, buffer = self._deaths.popleft()
             if self._buffers.get(key) is buffer:
                 del self._buffers[key]
-            if buffer in self._host:
+            if buffer.host and buffer in self._host:
                 self._host.remove(buffer)
             self.allocated_bytes -= buffer.charged_bytes
         self.observer.settled()
@@ -334,16 +334,22 @@ class SimStream:
             to_host, from_host = machine.is_host(dst), machine.is_host(src)
             if to_host and from_host:
                 raise ValueError("copy: expected at least one end in device memory, got two of pinned host memory")
-            with self._launching(machine.cost.copy_us):
-                direction = "d2h" if to_host else "h2d" if from_host else "d2d"
-                machine.observer.move(self, f"{direction} copy", [(dst, src)], speculative=speculative)
-                machine.transfer(self, src.numel(), to_host=to_host, from_host=from_host)
+            machine.host_us += machine.cost.copy_us
+            machine.observer.launch(self)
+            direction = "d2h" if to_host else "h2d" if from_host else "d2d"
+            machine.observer.move(self, f"{direction} copy", [(dst, src)], speculative=speculative)
+            machine.transfer(self, src.numel(), to_host=to_host, from_host=from_host)
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
-        check_storage(storage, start + host.numel())
-        with torch._C._DisableTorchDispatch():  # an active mode would count it as an operator of the model
-            part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + host.numel()]
-        dst, src = (host, part) if out else (part, host)
+    def copy_storage(
+        self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, part: slice | None = None, out: bool
+    ) -> None:
+        with torch._C._DisableTorchDispatch():  # an active mode would count them as operators of the model
+            if part is not None:
+                host = host[part]
+                self._machine.host_us += self._machine.cost.view_us
+            check_storage(storage, start + host.numel())
+            on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (host.numel(),), (1,))
+        dst, src = (host, on_device) if out else (on_device, host)
         self.copy(dst, src, speculative=out)
 
     def copy_behind(

@@ -118,8 +118,8 @@ class Slot:
         return False
 
     def includes(self, t: Tensor) -> bool:
-        """True if a copy that began before has the bytes of `t`, saved now: an earlier save has all of them, by the same counter
-        at the same version. Note [Identity]."""
+        """True if a copy that began before has the bytes of `t`, saved now: an earlier save has all of them, by the same
+        counter at the same version. Note [Identity]."""
         base, now = t._base, t._version
         owner = t if base is None else base
         return any(
@@ -397,7 +397,7 @@ class StepLoop:
             else:
                 stream.wait(compute.record())
                 start, nbytes = stream.record(timed=True), storage.nbytes()
-                stream.copy_storage(storage, host[offset : offset + nbytes], out=out)
+                stream.copy_storage(storage, host, part=slice(offset, offset + nbytes), out=out)
                 slot.done = stream.record(timed=True)
                 self._metrics.copied(start, slot.done, "out" if out else "in", nbytes)
         except RuntimeError as error:

@@ -113,7 +113,7 @@ class CudaStream:
         event.record(owner.raw)
         event.wait(self.raw)  # all work of `owner` so far -> the copy
         if runtime is None:
-            self.copy_storage(storage, host[offset : offset + nbytes], out=out)
+            self.copy_storage(storage, host, part=slice(offset, offset + nbytes), out=out)
         elif out:
             runtime.memcpyAsync(host.data_ptr() + offset, storage.data_ptr(), nbytes, _MEMCPY_DEFAULT, self.handle)
         else:

@@ -356,7 +356,7 @@ class SimStream:
         self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, offset: int, *, out: bool, again: Event | None = None
     ) -> SimEvent:
         self.wait(owner.record())  # all work of `owner` so far -> the copy
-        self.copy_storage(storage, host[offset : offset + storage.nbytes()], out=out)
+        self.copy_storage(storage, host, part=slice(offset, offset + storage.nbytes()), out=out)
         return self.record()
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:

@@ -26,6 +26,7 @@ from chameleon_mm.swap.hand_over import HandOver
 from tests._native import helper, mutated, only
 from tests._plain_training import Image, image
 from tests.cuda_stand_in import control
+from tests.test_attach import LOOPS, check_bits, skipped_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -468,6 +469,12 @@ def test_it_does_a_planned_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert session.report.bytes_swapped_out > 0 and session.report.prefetches > 0
     assert session.device.peak_allocated_bytes() <= session.before + 12 * NBYTES
     assert calls == ["give_back"]  # as the step ends
+
+
+@pytest.mark.usefixtures("native_loop")
+def test_an_attached_loop_that_skips_optimizer_steps_has_its_steps() -> None:
+    """A step ends at the next forward, if a backward has run: the helper's hooks count too."""
+    check_bits(lambda attach: skipped_steps(CUDA, attach), cm.CudaDevice(), LOOPS[skipped_steps])
 
 
 @pytest.mark.usefixtures("native_loop")

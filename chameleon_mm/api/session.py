@@ -346,7 +346,7 @@ class SwapSession:
     @property
     def backward_has_run(self) -> bool:
         """True if a saved tensor was used since the last step began or ended."""
-        return self._executor.hook_counts.uses > 0
+        return self._executor.hook_counts.uses > 0 or self._executor.hand_over.has_used()
 
     @property
     def hbm_budget(self) -> int:

@@ -180,6 +180,13 @@ class HandOver:
         else:
             self.loop.enter(compiled.program, self._compute.handle, self._is_record)
 
+    def has_used(self) -> bool:
+        """True if the loop has done a hook of a use since it took over: they are counted as it gives back."""
+        entered = self._entered
+        return entered is not None and any(
+            row.kind == USE for row in entered[0].program.rows[self._since + 1 : self.loop.hook + 1]
+        )
+
     def forget(self) -> None:
         """Forget the step that has ended."""
         self.loop.hook = -1

@@ -8,6 +8,8 @@
 
 Tensors are ordinary ones, with storages and addresses: swapping treats them like computed tensors. Their memory is only
 reserved: the operating system provides a page when something first touches it.
+
+    with ShapesAlone(): ...                 # for a step that is only recorded: fake tensors, of any size on any machine
 """
 
 from __future__ import annotations

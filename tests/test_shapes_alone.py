@@ -40,8 +40,10 @@ def of_writes() -> Any:
     a, b, c = given()
     a.add_(1).mul_(2)[2:].zero_()
     b.t_().transpose_(0, 1)
+    a.mul_(a)
+    same = torch.ops.aten.mul_.Tensor(a, torch.empty(4, 6))
     torch._foreach_add_([a, b], 1)
-    return a, b, c, torch._foreach_mul([a, b], 2), a.contiguous(), torch.empty(3).resize_(2, 5)
+    return a, b, c, same, torch._foreach_mul([a, b], 2), a.contiguous(), torch.empty(3).resize_(2, 5)
 
 
 def of_values() -> Any:

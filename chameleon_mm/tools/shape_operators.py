@@ -8,10 +8,13 @@
 
 Tensors are ordinary ones, with storages and addresses: swapping treats them like computed tensors. Their memory is only
 reserved: the operating system provides a page when something first touches it.
+
+    with ShapesAlone(): ...                 # for a step that is only recorded: fake tensors, of any size on any machine
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -364,21 +367,26 @@ class ShapesAlone(FakeTensorMode):
     def _kind(self, value: Any) -> Hashable:
         """Properties of an argument that determine the shapes of results. Raises `_Unlike` if there may be others."""
         if isinstance(value, Tensor):
-            known = type(value) is FakeTensor and value.fake_mode is self and value.constant is None
-            if not known or value.layout is not torch.strided or value.fake_device != _CPU or value.is_conj() or value.is_neg():
+            if type(value) is not FakeTensor or value.fake_mode is not self or not _is_plain(value):
                 raise _Unlike
             return value.shape, value.stride(), value.dtype
         if isinstance(value, (tuple, list)):
             return tuple(map(self._kind, value))
-        if value is None or type(value) in (int, str):
-            return value
-        if isinstance(value, (bool, float, *_NAMED)):
-            return type(value), value  # True is no 1: an operator of another dtype
-        raise _Unlike
+        if value is not None and not isinstance(value, _PLAIN):
+            raise _Unlike
+        return type(value), value  # True is no 1: an operator of another dtype
 
+
+_PLAIN = (bool, int, float, str, *_NAMED)
 
 _VIEWS = _Outcome(None)
 """Outcome of views of arguments."""
+
+
+def _is_plain(fake: Any) -> bool:
+    """True if `fake` has nothing but its shape, strides and dtype: no value that torch knows, no bit to resolve."""
+    is_known = fake.constant is not None or fake.fake_device != _CPU
+    return not is_known and fake.layout is torch.strided and not fake.is_conj() and not fake.is_neg()
 
 
 def _outcome(func: Any, args: Any, kwargs: Any, out: Any) -> _Outcome:
@@ -392,13 +400,14 @@ def _outcome(func: Any, args: Any, kwargs: Any, out: Any) -> _Outcome:
     storages = [id(one.untyped_storage()) for one in made]
     if given.issuperset(storages) and len(made) == len(results) and not func._schema.is_mutable:
         return _VIEWS
-    is_plain = all(one is None or id(one) in places or _is_whole(one) for one in results)
-    return _Outcome.of(results, nest, places) if is_plain and len({*given, *storages}) == len(given) + len(made) else _RUNS
+    times = Counter(map(id, flat))
+    if len({*given, *storages}) < len(given) + len(made) or any(isinstance(t, Tensor) and times[id(t)] > 1 for t in results):
+        return _RUNS  # results share a storage, or it cannot be told which argument one is
+    is_told = all(one is None or id(one) in places or (type(one) is FakeTensor and _is_whole(one)) for one in results)
+    return _Outcome.of(results, nest, places) if is_told else _RUNS
 
 
-def _is_whole(t: Any) -> bool:
-    """True if `t` is a fake tensor that has all of its storage, and nothing else determines it."""
-    if type(t) is not FakeTensor or t.constant is not None or t.layout is not torch.strided or t.fake_device != _CPU:
-        return False
-    like = _result(t, {}).on("meta").untyped_storage()
-    return not t.is_conj() and not t.is_neg() and not t.storage_offset() and t.untyped_storage().nbytes() == like.nbytes()
+def _is_whole(fake: Tensor) -> bool:
+    """True if `fake` is like a new tensor of its shape, strides and dtype, with a storage of its own."""
+    like = _result(fake, {}).on("meta").untyped_storage()
+    return _is_plain(fake) and not fake.storage_offset() and fake.untyped_storage().nbytes() == like.nbytes()

@@ -81,7 +81,7 @@ RANDOM = _aten(
 """Operators that draw random numbers: the same numbers again if the generator's state is restored first."""
 
 BATCH_NORMS = _aten("cudnn_batch_norm miopen_batch_norm native_batch_norm")
-"""Operators of `NORMS` that must not run again if running statistics are passed."""
+"""Operators of `NORMS` that run again without the running statistics that they update, and not if they only read some."""
 
 EMBEDDING = _aten("embedding")
 

@@ -203,6 +203,21 @@ def test_operators_have_to_be_admitted(name: str, *, admitted: bool) -> None:
     assert not Recipes.of(s.finish(), DEFAULT, [y]).can_drop.any()
 
 
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_batch_norm_runs_again_unless_it_only_reads_running_statistics(*, updates: bool) -> None:
+    from chameleon_mm.replayable import DEFAULT
+
+    s = Step()
+    statistics = s.b.tensor(KIB, TensorKind.BUFFER, born=-1)
+    x = s.save(s.op("mm", s.w))
+    y = s.b.tensor(4 * KIB)
+    s.op("native_batch_norm.default", x, statistics, writes=(y, statistics) if updates else (y,))
+    s.save(y)
+    s.use(y)
+    s.use(x)
+    assert bool(Recipes.of(s.finish(), DEFAULT).can_drop[y]) is updates
+
+
 def test_an_operator_of_forward_that_also_writes_elsewhere_recomputes_nothing() -> None:
     s = Step()
     state = s.b.tensor(KIB, TensorKind.BUFFER, born=-1)

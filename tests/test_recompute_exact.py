@@ -818,18 +818,29 @@ class Sharded(nn.Module):
             self.shift.data.copy_(self.full if filled else torch.full_like(self.full, torch.nan))
 
 
+@pytest.mark.parametrize("moving", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_batch_norm_is_recomputed_where_it_has_no_running_statistics(training: bool) -> None:
-    def program(*, moving: bool) -> list[Tensor]:
+def test_a_batch_norm_is_recomputed_unless_it_reads_running_statistics(training: bool, moving: bool) -> None:
+    """Those that it updates move once a step: the last results are what they are after it."""
+
+    def program() -> list[Tensor]:
         x, mean, variance = leaf(8, 4, 6, 6), outside(4), outside(4).abs()
         z = F.batch_norm(x * 2, mean if moving else None, variance if moving else None, training=training or not moving).sin()
         return [*grads(z.sum(), x), mean, variance]
 
-    reason = "a batch norm with running statistics"
-    assert totals_of(check(lambda: program(moving=True))).not_recomputed_by_reason[reason] > 0
-    without = totals_of(check(lambda: program(moving=False)))
-    assert without.not_recomputed_by_reason[reason] == 0
-    assert without.recomputations > 0
+    totals = totals_of(check(program))
+    refused = totals.not_recomputed_by_reason["a batch norm that reads running statistics"]
+    assert (refused > 0) == (moving and not training)
+    assert totals.recomputations > 0
+
+
+def test_running_statistics_that_a_batch_norm_updated_are_not_recomputed() -> None:
+    def program() -> list[Tensor]:
+        x, mean, variance = leaf(8, 4, 6, 6), outside(4), outside(4).abs()
+        y = F.batch_norm(x * 2, mean, variance, training=True)
+        return [*grads((y * (mean * 2).sin().view(4, 1, 1)).exp().sum(), x), mean, variance]  # saves what is made of them
+
+    assert totals_of(check(program)).not_recomputed_by_reason["running statistics of a batch norm"] > 0
 
 
 @pytest.mark.parametrize("filled", [True, False], ids=["fetched", "on its way"])

@@ -206,6 +206,12 @@ def updated_statistics(facts: OpFacts, args: Sequence[Any]) -> list[Tensor]:
     return running_statistics(facts, args) if facts.name in BATCH_NORMS and any(args[_TRAINING : _TRAINING + 1]) else []
 
 
+def without_updates(facts: OpFacts, args: Sequence[Any]) -> Sequence[Any]:
+    """Return arguments with which the call makes the same results and updates no running statistics: it does not read those
+    that it updates. `args` themselves if it updates none."""
+    return (*args[: _RUNNING.start], None, None, *args[_RUNNING.stop :]) if updated_statistics(facts, args) else args
+
+
 class OpFactsCache(dict[Any, OpFacts]):
     """Facts by operator, for one device type: `facts[func]` reads an operator's schema on first use."""
 

@@ -107,21 +107,25 @@ class _Finder:
         self._read_op = trace.op_of_read()
         self._read = trace.read_tensors.astype(np.int64)
         batch_norm = np.array([base in BATCH_NORMS for base in bases], np.bool_)
+        op = trace.op_of_write()
+        written = trace.write_tensors.astype(np.int64)
         reads_statistics = batch_norm[trace.op_name[self._read_op]] & (trace.tensor_kind[self._read] == TensorKind.BUFFER)
-        self._may_run[self._read_op[reads_statistics]] = False
+        updates = batch_norm[trace.op_name[op]] & (trace.tensor_kind[written] == TensorKind.BUFFER)
+        updated = reads_statistics & np.isin(self._read_op * m + self._read, op[updates] * m + written[updates])
+        self._may_run[self._read_op[reads_statistics & ~updated]] = False
+        # A batch norm runs again without the statistics that it updates, which it does not need.
+        self._read_op, self._read = self._read_op[~updated], self._read[~updated]
         self._in_backward = np.zeros(m, np.bool_)
         self._in_backward[self._read[trace.op_phase[self._read_op] == StepPhase.BACKWARD]] = True
         others_write = ~self._in_step & ~self._in_backward & (trace.tensor_bytes > COPIED_BYTES)
         self._may_run[self._read_op[others_write[self._read]]] = False
-        op = trace.op_of_write()
-        written = trace.write_tensors.astype(np.int64)
         is_view = views[trace.op_name[op]]
         if is_view.any():
             keys = np.unique(
                 self._read_op[views[trace.op_name[self._read_op]]] * m + self._read[views[trace.op_name[self._read_op]]]
             )
             is_view = is_view & np.isin(op * m + written, keys)
-        self._write_op, self._written = op[~is_view], written[~is_view]
+        self._write_op, self._written, self._updates = op[~is_view], written[~is_view], updates[~is_view]
         self._write_tick = trace.op_tick[self._write_op].astype(np.int64)
         self._last_write = np.full(m, NEVER, np.int64)
         self._last_write[self._written] = self._write_tick  # ticks rise: the last one assigned stays
@@ -212,7 +216,7 @@ class _Finder:
         """Return makers, inputs, reads, fresh and stays. stays: (m,) tick of the next write to an input of a storage's makers;
         -1: the storage cannot be recomputed."""
         m, n = len(self._trace.tensor_bytes), len(self._trace.op_us)
-        over = np.bincount(self._write_op[~self._is_fresh], minlength=n)
+        over = np.bincount(self._write_op[~self._is_fresh & ~self._updates], minlength=n)
         # An operator that writes to an existing storage can only recompute that one storage.
         good = self._may_run[self._write_op] & np.where(self._is_fresh, over[self._write_op] == 0, over[self._write_op] == 1)
         stays = np.full(m, ALWAYS, np.int64)

@@ -55,6 +55,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Stream
 from chameleon_mm.device.holders import held_alone
+from chameleon_mm.device.operators import without_updates
 from chameleon_mm.record.calls import (
     Argument,
     Call,
@@ -366,7 +367,11 @@ def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal
         refusal = _refusal(one, refuse, is_result=one is value)
         if refusal is not None or call is None or one.result is None:
             return refusal or Refusal("an input that is gone")
-        number = call.operation.number
+        number, facts = call.operation.number, call.operation.facts
+        if (args := without_updates(facts, call.args)) is not call.args:
+            if not one.result.returned:
+                return Refusal("running statistics of a batch norm", facts.name)
+            call = call._replace(args=args)
         made.setdefault(number, []).append((one.result, place))
         if number not in calls:
             calls[number] = call

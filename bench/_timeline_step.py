@@ -104,8 +104,8 @@ class _NotingStream:
         self._stream.copy(dst, src, speculative=speculative)
         self._device.note_copy(out=self._device.is_host_memory(dst))
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
-        self._stream.copy_storage(storage, host, start=start, out=out)
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool, **which: Any) -> None:
+        self._stream.copy_storage(storage, host, out=out, **which)
         self._device.note_copy(out=out)
 
 

@@ -506,7 +506,7 @@ def test_a_tensor_that_cannot_be_looked_at_costs_the_trace_and_not_the_step(
     assert recorder.flaw is not None
     assert "NotImplementedError: no storage to look at" in recorder.flaw
     assert [record.message for record in caplog.records if record.name.startswith("chameleon_mm")] == [
-        "chameleon_mm: no trace of this step: exp cannot be written down: no storage to look at"
+        "chameleon_mm: this step gives no plan: recording the operator exp failed: no storage to look at"
     ]
     with pytest.raises(RuntimeError, match=r"ended before .*no storage to look at"):
         recorder.finish()

@@ -440,7 +440,7 @@ def test_operators_that_no_recorder_can_write_down_are_told_once_and_counted(
         for _ in range(3):
             a_step(session, x)
     (logged,) = [record.getMessage() for record in caplog.records]
-    assert "no trace of this step" in logged and session.report().warnings == {logged: 3}
+    assert "this step gives no plan" in logged and session.report().warnings == {logged: 3}
 
 
 def test_each_kind_of_warning_is_counted_for_itself(caplog: pytest.LogCaptureFixture) -> None:

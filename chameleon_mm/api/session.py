@@ -229,7 +229,7 @@ class SwapSession:
                     self._stack.__exit__(kind, error, trace)
         finally:
             try:
-                self._end_step(completed=False)  # an exception ends the session before a generator that is paused in a step
+                self._end_step(completed=False)  # the session may close while a generator is suspended in a step
             finally:
                 self._phase = Phase.CLOSED
             self._history.close(wait=error is None)
@@ -341,7 +341,7 @@ class SwapSession:
             pins={option: [text_of(pin) for pin in pins] for option, pins in self.pins.items() if pins},
         )
 
-    # --- state that it keeps in order
+    # --- budgets, and the begin and end of a step
 
     @property
     def backward_has_run(self) -> bool:

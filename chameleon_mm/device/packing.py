@@ -47,7 +47,7 @@ def check_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Raise `ValueError` unless `storage` has so many bytes."""
     if storage.nbytes() < nbytes:
         raise ValueError(
-            f"copy_storage: expected a storage of {nbytes} bytes or more, got {storage.nbytes()}: slice the host's"
+            f"copy_storage: expected a storage of {nbytes} bytes or more, got {storage.nbytes()}: slice the host buffer"
         )
 
 

@@ -130,7 +130,7 @@ class PlannedStep:
         self._same_unused = 0
         """Number of latest steps in a row whose `unused` equals that of the previous step."""
         self.usual = self
-        """Step like this one, with the plans that hold for most steps."""
+        """Planned step for ordinary steps: this object, or the one that `odd` was copied from. Note [Odd steps]."""
         self.odd: PlannedStep | None = None
         """Step like this one, with the plans for the odd ones; None: no odd step was repeated."""
         self.odd_is_due = False
@@ -325,8 +325,8 @@ class PlannedStep:
 
     # Note [Odd steps]: a step that takes more memory than its plan has room for is an outlier, and the plan stays. After the
     # second one, or one that directly follows the recorded step, plans have room for it for `RECENT_STEPS`, if there are any:
-    # for the most, and as much more as odd steps differ. Later ones are expected after as many steps as before: such a step has
-    # plans of its own, `odd`, or none. Example: a metric in every tenth step.
+    # for the most, and as much more as odd steps differ. The next odd step is expected after the same interval. If plans can be
+    # made for it, it follows them (`odd`). Example: a metric in every tenth step.
 
     @property
     def is_first_use(self) -> bool:

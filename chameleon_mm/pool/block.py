@@ -110,8 +110,8 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
     """Raise `TypeError` if `dtype` is none of torch's."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
-            f"{what}: expected a torch.dtype such as torch.float32, got {describe(dtype)}; an array with a "
-            f"dtype of NumPy's is allocate(nbytes).numpy(shape, dtype)"
+            f"{what}: expected a torch.dtype such as torch.float32, got {describe(dtype)}; for a NumPy dtype "
+            f"use allocate(nbytes).numpy(shape, dtype)"
         )
 
 
@@ -313,8 +313,8 @@ class PinnedBlock(Uncopied):
         self._owner.note_released(ticket, events)
 
     def _bytes(self, what: str) -> Any:
-        """Return all of the memory as an array, for the protocols. Any: its type declares them only for some versions of Python
-        and NumPy."""
+        """Return all of the memory as an array, for the buffer and DLPack protocols. Any: NumPy's stubs declare them only for
+        some versions of Python and NumPy."""
         return np.asarray(self._view(what, (self.nbytes,), np.dtype(np.uint8)))
 
     def _view(self, what: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> BlockView:

@@ -78,8 +78,8 @@ class PinnedPool(Uncopied):
         chunk = None if chunk_bytes is None else parse_size(chunk_bytes, what="chunk_bytes")
         if chunk is not None and not 0 < chunk < REGISTRATION_LIMIT_BYTES:
             raise ValueError(
-                f"chunk_bytes: expected more than 0 bytes and less than {format_size(REGISTRATION_LIMIT_BYTES)}, the most that "
-                f"the driver registers at once, got {chunk}; leave it out for a size that grows with the pool"
+                f"chunk_bytes: expected more than 0 bytes and less than {format_size(REGISTRATION_LIMIT_BYTES)}, where the "
+                f"driver refuses to register, got {chunk}; leave it out for a size that grows with the pool"
             )
         warn_of_newer_torch()
         self._limit = limit

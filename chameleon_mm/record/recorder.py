@@ -310,7 +310,7 @@ class Recorder(StepMode):
             raise
         except Exception as error:  # noqa: BLE001 - any error: the operator itself may well be right
             # Only the text: a log record that keeps the error keeps its frames, and the tensors that they hold.
-            self._warn(_log, "chameleon_mm: no trace of this step: %s cannot be written down: %s", name, str(error))
+            self._warn(_log, "chameleon_mm: this step gives no plan: recording the operator %s failed: %s", name, str(error))
             self._give_up(f"{name} could not be written down: {type(error).__name__}: {error}")
         except BaseException:
             self._give_up(_INTERRUPTED)

@@ -326,7 +326,7 @@ class StepLog:
             if storage.device.type == self._device_type:
                 self._readings.take(self.table, [storage], tick=self.builder.num_ticks)
             else:
-                self.table.add(storage, born=-1, counted=False)  # not on the traced device, like a fake one: not counted
+                self.table.add(storage, born=-1, counted=False)  # not on the traced device, as a fake tensor's: not counted
         return self.table.saved(storage)
 
     def save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
@@ -504,7 +504,7 @@ def fsdp_parameters(models: Iterable[nn.Module]) -> Iterator[Any]:
     for module in (module for model in models for module in model.modules()):
         if (get_state := getattr(module, "_get_fsdp_state", None)) is not None:
             state = get_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has one
+            groups = getattr(state, "_fsdp_param_groups", None)  # None before torch 2.12: a single group
             for group in (state._fsdp_param_group,) if groups is None else groups:
                 yield from () if group is None else group.fsdp_params
 

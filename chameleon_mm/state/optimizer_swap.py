@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 # --- An optimizer's step, taken apart: a few parameters at a time, so that only their state must be on the device
 #
-# The optimizers of `torch.optim` listed here update each parameter from its own gradient and state, with nothing counted once a
-# step for all. Their multi-tensor kernels do the same arithmetic for any set of tensors, so the result is identical, bit for
+# The optimizers of `torch.optim` listed here update each parameter from its own gradient and state, and keep no state for all
+# of them. Their multi-tensor kernels do the same arithmetic for any set of tensors, so the result is identical, bit for
 # bit. Other optimizers are stepped whole.
 
 SPLITTABLE = (

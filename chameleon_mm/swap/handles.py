@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 # was saved. It has the tensor's bytes only if they were saved before it began, under the same counter, at the same version.
 # Note [Identity].
 #
-# Eager's error names the node that the tensor has at its use, or at its save if an operator uses its own result. If the tensor
-# is gone, our error names the node at its save. The hint and the spelling of operator names differ between torch versions. Both
-# are read from an error that torch is made to raise.
+# Eager's error names the tensor's `grad_fn` at its use, or at its save if an operator saved its own output. If the tensor is
+# gone, our error names the `grad_fn` at its save. The hint and the spelling of operator names differ between torch versions.
+# Both are read from an error that torch is made to raise.
 #
 # Note [Uncovered]: the bytes of a saved tensor are complete when the operator that saves it is over. So a copy of them may wait
 # in a queue, ordered after that operator alone. Other bytes of the storage may be incomplete. Their owner may write them while
@@ -354,7 +354,7 @@ class WrapperHandle:
         self.moving: SwappedView | WrapperHandle | None = (
             None if isinstance(only, WrapperHandle) and only.moving is None else only
         )
-        """Handle of the only part that moves, which may be a wrapper's; None: no part or several parts move."""
+        """Handle of the part that moves, if exactly one does; a `WrapperHandle` if that is a wrapper itself. Otherwise None."""
         self.saved_at = _NOWHERE
         self._rest = rest
         self._context = context

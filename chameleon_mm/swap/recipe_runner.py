@@ -187,7 +187,7 @@ class RecipeRunner:
         except ChameleonError:
             raise
         except RuntimeError as error:  # an operator's own error; the original is still there
-            _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
+            _log.info("chameleon_mm: %s failed to run again, the original stays: %s", ", ".join(recipe.operators), str(error))
             return Refusal("an error when it runs again", ", ".join(recipe.operators))
         finally:
             self._count_uses(recipe)

@@ -1,4 +1,4 @@
-"""Dispatch mode of the running step, if there is one: its recorder, or the watch of how its storages are made.
+"""Dispatch mode of a step, if any: a recorder (every operator, for a trace) or a watch (the calls that recomputation needs).
 
     recording.begin(recorder, watch)     # None, None: this step is neither recorded nor watched
     with recording.paused(): ...         # the session's own work

@@ -168,9 +168,9 @@ class SavedStorage:
         self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
 
     def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
-        """Include these bytes, written on `compute`, in its copy out if that begins later than now. Returns True if it does.
-
-        A copy that began at an earlier hook of the operator that saves `t` has the bytes that this operator was given.
+        """Count `saved`, written on `compute`, as part of this storage's copy out if that has not begun, or has these bytes.
+        Returns True if it does. A copy that began at an earlier hook of the operator that saves `t` has the bytes that this
+        operator was given.
         """
         if self.slot.alloc_stream is not compute or self.slot.is_packed:
             return False

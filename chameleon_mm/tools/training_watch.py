@@ -50,8 +50,8 @@ class TrainingWatch:
     """Watch over one program's training. `finish` ends it."""
 
     def __init__(self, make_session: Callable[[nn.Module | None, str | None], SwapSession]) -> None:
-        """`make_session(module, gpu)`: makes the session for the module that is called first, whose parameters are on that GPU;
-        either may be None."""
+        """`make_session(module, gpu)` makes the session. `module`: the first one called, or None. `gpu`: the GPU of its
+        parameters, or None."""
         self._make_session = make_session
         self._session: SwapSession | None = None
         self._bounds: StepBounds | None = None

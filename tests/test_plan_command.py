@@ -424,6 +424,9 @@ def test_a_peak_that_is_the_optimizers_is_said_to_be() -> None:
     fused = predict(recorded(build, optimizer="adamw-fused"), H200, GIB, None)
     assert fused.peak.nbytes < outcome.peak.nbytes
     assert "adamw-fused" not in "\n".join(verdicts(fused))
+    small = "\n".join(verdicts(predict(recorded(build), H200, MIB, None)))
+    assert all(way in small for way in ("a smaller batch does not help", "--swap-optimizer", "--fsdp N", "--lora R"))
+    assert "--swap-optimizer" not in text  # it fits
 
 
 def test_it_says_what_the_figures_rest_on() -> None:

@@ -375,7 +375,8 @@ def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget
     activations = peak.by_kind.get(TensorKind.ACTIVATION, 0)
     if least == problem.peak_bytes and not activations:
         text += (
-            ". The peak is not in activations at all: nothing that could be swapped is idle then. Use a smaller batch or model"
+            ". The peak is not in activations at all: a smaller batch does not help. Swap the optimizer's state too, shard "
+            "it by FSDP2, or train adapters alone (LoRA)"
         )
     elif least == problem.peak_bytes:
         text += (

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpus = f"one of {', '.join(SPECS)} (default h200), or a .json file with a GPU's figures: docs/plan.md has one"
     where.add_argument("--gpu", default="h200", metavar="NAME|FILE", help=gpus)
     where.add_argument(
-        "--fsdp", metavar="N[:DTYPE]",
+        "--fsdp", "--shards", metavar="N[:DTYPE]",
         help="one of N ranks with shards of parameters, gradients and optimizer state, as FSDP2's; DTYPE: theirs (8:float32)",
     )  # fmt: skip
     where.add_argument(

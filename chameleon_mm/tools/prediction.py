@@ -490,6 +490,14 @@ def verdicts(prediction: Prediction) -> list[str]:
         lines.append("swapping cannot lower the peak: nothing that could be away until its first use is idle then")
     if prediction.least_phase is StepPhase.OPTIMIZER and prediction.step.optimizer == "adamw":
         lines.append("what is left is the optimizer's: --optimizer adamw-fused has no temporaries")
+    of_any_batch = sum(
+        need.most_bytes for need in prediction.needs if need.name in ("parameters", "gradients", "optimizer state")
+    )
+    if of_any_batch > prediction.hbm_budget_bytes:
+        lines.append(
+            f"no batch helps: parameters, gradients and optimizer state alone are {format_size(of_any_batch)}; "
+            f"--swap-optimizer moves the state, --fsdp N shards all of it, --lora R trains adapters alone"
+        )
     return lines
 
 

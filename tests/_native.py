@@ -15,6 +15,8 @@ import torch
 
 from chameleon_mm.device import native
 from chameleon_mm.errors import NativeBuildError
+from chameleon_mm.follow.adaptation import Adaptation
+from chameleon_mm.follow.planned_step import PlannedStep
 
 BUILDS = Path("~", ".cache", "chameleon_mm", "tests_native").expanduser()
 """Builds of this version of the sources, kept from run to run."""
@@ -66,3 +68,9 @@ def mutated(name: str, text: str, instead: str, folder: Path, monkeypatch: pytes
     module = helper(name, monkeypatch)
     only([name], monkeypatch)
     return module
+
+
+def keep_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep measured times from trying or replacing plans: they are those of the machine that runs the test."""
+    monkeypatch.setattr(Adaptation, "_learn_times", lambda self: None)
+    monkeypatch.setattr(PlannedStep, "is_decided", True)

@@ -20,10 +20,8 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.follow.adaptation import Adaptation
-from chameleon_mm.follow.planned_step import PlannedStep
 from chameleon_mm.swap.hand_over import HandOver
-from tests._native import helper, mutated, only
+from tests._native import helper, keep_first_plan, mutated, only
 from tests._plain_training import Image, image
 from tests.cuda_stand_in import control
 from tests.test_attach import LOOPS, check_bits, skipped_steps
@@ -47,13 +45,7 @@ def native_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("memory", "loop"):
         helper(name, monkeypatch)
     only(["memory", "loop"], monkeypatch)
-    _keep_first_plan(monkeypatch)
-
-
-def _keep_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep measured times from trying or replacing plans: they are those of the machine that runs the test."""
-    monkeypatch.setattr(Adaptation, "_learn_times", lambda self: None)
-    monkeypatch.setattr(PlannedStep, "is_decided", True)
+    keep_first_plan(monkeypatch)
 
 
 # --- steps
@@ -539,7 +531,7 @@ MUTANTS: list[tuple[Program, int, str, str]] = [
 def test_without_a_rule_it_goes_red(
     program: Program, room: int, text: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _keep_first_plan(monkeypatch)
+    keep_first_plan(monkeypatch)
     mutated("loop", text, instead, tmp_path, monkeypatch)
     expected, session = plainly(program), Session(program, room)
     try:

@@ -5,8 +5,10 @@ The reference is plain PyTorch: the same program with no session, no simulated d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.step_program import KEPT
+from chameleon_mm.swap import hook_lock
+from chameleon_mm.swap.hand_over import HandOver
 from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes
 from chameleon_mm.swap.step_loop import Saved, Slot, StepLoop
+from tests._native import keep_first_plan
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
 from tests.observed import SimLifetimeError, SimRaceError
@@ -124,8 +129,9 @@ class Session:
 
 
 @pytest.mark.parametrize("machine_type", MACHINES)
-def test_a_planned_step_runs_by_the_loop_to_its_end(machine_type: type[Machine]) -> None:
-    words = [WORD] * STEPS
+def test_a_planned_step_runs_by_the_loop_to_its_end(machine_type: type[Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
+    words = [WORD] * 8
     expected, session = plainly(machine_type(), words), Session(machine_type())
     assert session.run(words) == expected
     assert session.report.bytes_swapped_out > 0
@@ -317,3 +323,65 @@ def test_without_that_hold_the_source_is_freed_under_its_copy(monkeypatch: pytes
     monkeypatch.setattr(StepLoop, "_begin", begun)
     with pytest.raises((SimLifetimeError, SimRaceError)):
         drop_a_graph_under_its_copies()
+
+
+# --- giving back: while a hook waits for the lock, and with an error in it
+
+
+def test_a_handle_that_is_given_back_while_its_hook_waits_for_the_lock_is_the_executors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, done = list[Callable[[], None]](), 0
+
+    class Lock:
+        def __init__(self) -> None:
+            self.real = threading.Lock()
+            self.acquire, self.release = self.real.acquire, self.real.release
+
+        def __enter__(self) -> None:
+            if before:
+                before.pop()()
+            self.real.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.real.release()
+
+    def taken_over() -> None:
+        nonlocal done
+        executor.hand_over.come_back()
+        executor._enter_loop()
+        done += executor.hand_over.loop.follows
+
+    monkeypatch.setattr(hook_lock, "threading", SimpleNamespace(Lock=Lock))
+    expected = plainly(OnSim(), [WORD])
+    with planned(OnSim()) as (work, session):
+        executor = session._executor
+        with session.step():
+            loss = work.forward(WORD)
+            before.append(taken_over)
+            loss.backward()
+        assert [[image(torch.zeros_like(w) if w.grad is None else w.grad) for w in work.weights]] == expected
+    assert done == 1
+
+
+def test_an_error_as_all_is_given_back_is_told_and_the_next_step_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    with planned(OnSim()) as (work, session):
+        with session.step():
+            loss = work.forward(WORD)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(HandOver, "_adopt", interrupted)
+                session.report()
+            with pytest.raises(RuntimeError, match="expected the session's record of it, got none"):
+                loss.backward()
+            del loss
+        for weight in work.weights:
+            weight.grad = None
+        with session.step():
+            found = list(map(image, work.step(WORD)))
+        pool = session.pool
+    assert [found] == plainly(OnSim(), [WORD])
+    assert pool.stats().num_live == 0
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -25,13 +25,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Event, Stream
+from chameleon_mm.device.process import ThisProcess
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.plan.step_program import AGAIN, DROP, END, FIRST, RELEASE, USE, Op, Row, StepProgram
 from chameleon_mm.pool.arena import Arena
-from chameleon_mm.record.dispatch_state import num_modes
+from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.record.light_profiler import LatestHook
 from chameleon_mm.swap.calling_thread import profiler_is_on, this_thread
 from chameleon_mm.swap.copy_queue import CopyQueue
@@ -143,9 +145,8 @@ class HandOver:
             return False
         if context.checksums is not None or outs.waiting_bytes or profiler_is_on():
             return False
-        if any(saved.number is None or way.storages.get(saved.number) is not saved for saved in outs.fresh):
-            return False  # the plan does not know it, or it is another step's
-        return budget.lending is None or not budget.lending.has_any
+        # The plan knows what was just saved, and it is of this step.
+        return all(saved.number is not None and way.storages.get(saved.number) is saved for saved in outs.fresh)
 
     def follow(self, way: Way, director: Director) -> None:
         """Have the loop take the hooks after the latest, if it may."""
@@ -158,6 +159,8 @@ class HandOver:
         latest = director.light.latest()
         if latest.thread != thread or thread not in latest.numbers:
             return  # a save that stays may be on any stream
+        if budget.lending is not None:
+            budget.lending.take_back()  # the loop lends nothing
         epoch, entries = self._entries
         self._entries = way.epoch, entries + 1 if epoch == way.epoch else 1
         if way.program not in self._programs:
@@ -190,6 +193,8 @@ class HandOver:
     def forget(self) -> None:
         """Forget the step that has ended."""
         self.loop.hook = -1
+        if isinstance(self.loop, StepLoop):
+            self.loop.settle(self._device.current_stream())
 
     # --- what the loop has the executor's parts do of a hook that it goes on with; None: it cannot go on
 
@@ -240,7 +245,8 @@ class HandOver:
         """Save a tensor of a record, old or new. Note [Identity]."""
         self._registry.next_index = self._index_at(way, hook)
         executor, compute, row = self._executor(), self._compute, way.program.rows[hook]
-        if executor is None:
+        known = way.storages.get(row.number)
+        if executor is None or (row.kind != FIRST and (known is None or not known.slot.is_record_of(t.untyped_storage()))):
             return None
         saved_bytes = SavedBytes(t)
         if row.kind == FIRST:
@@ -249,7 +255,7 @@ class HandOver:
             way.first_saves[hook] = claim.saved
         else:
             found = self._claims.find_whole(t, saved_bytes, compute)
-            if found.claim is None or found.begins_again or found.claim.saved is not way.storages.get(row.number):
+            if found.claim is None or found.begins_again or found.claim.saved is not known:
                 return None
             claim = found.claim
             executor.include(found, saved_bytes, compute)
@@ -264,11 +270,14 @@ class HandOver:
         if handle.saved_at != (way.epoch, hook):
             return None
         if type(handle) is KeptTensor:
-            return handle.tensor if handle.tensor._version == handle.expected else None
+            is_relied_on = handle.relied is not None and handle.relied.dependents  # Note [Relied on]
+            return handle.tensor if handle.tensor._version == handle.expected and not is_relied_on else None
         if type(handle) is not SwappedView or handle.saved.moved:
             return None
         saved = handle.claim.saved
-        if saved.state is State.ON_HOST or saved.swap_in_failed or saved.gathered:
+        if saved.state is State.ON_HOST or saved.swap_in_failed or saved.gathered or saved.proof is not None:
+            return None
+        if saved.relied is not None and saved.relied.dependents:
             return None
         executor = self._executor()
         return None if executor is None else executor.restored(handle, self._compute)
@@ -278,10 +287,13 @@ class HandOver:
     def come_back(self, *, wait: bool = True) -> None:
         """Have all given back, from outside of the executor's lock. `wait`: for that lock."""
         executor = self._executor()
-        if executor is None or not executor.hook_lock.lock.acquire(blocking=wait):  # another thread may be giving back
+        if executor is None or ThisProcess.pid != executor.hook_lock.pid:  # a child may have lost the lock's thread
+            return
+        if not executor.hook_lock.lock.acquire(blocking=wait):  # another thread may be giving back
             return
         try:
-            self.give_back()
+            with _disable_current_modes() if tracer_is_on() else _NOTHING:  # the records are of real tensors
+                self.give_back()
         finally:
             executor.hook_lock.lock.release()
 
@@ -305,17 +317,22 @@ class HandOver:
         by_number: defaultdict[int, list[Any]] = defaultdict(list)
         for number, *told in sorted(given["all_saves"], key=itemgetter(2)):  # by their hooks
             by_number[number].append(told)
-        self._count(executor, way, latest, given["kept"])
-        self._adopt(executor, way, given["slots"], by_number)
-        for handle, hook, _, t, version, *known in by_number[-1]:
-            kept = KeptTensor.known(t, version, Origin.known(*known[1:]) if known else None, (way.epoch, hook))
-            self._kind.delegate(handle, kept)
-        for arena in self._arenas.values():
-            arena.release_if_empty()
-        self._arenas.clear()
+        try:
+            self._count(executor, way, latest, given["kept"])
+            self._adopt(executor, way, given["slots"], by_number)
+            for handle, hook, _, t, version, *known in by_number[-1]:
+                kept = KeptTensor.known(t, version, Origin.known(*known[1:]) if known else None, (way.epoch, hook))
+                self._kind.delegate(handle, kept)
+        except BaseException:  # such as an interrupt: no record waits for the copies of slots that have none
+            self._context.out_queue.synchronize()
+            raise
+        finally:
+            for arena in self._arenas.values():
+                arena.release_if_empty()
+            self._arenas.clear()
+            director.rejoin(numbers.hook, latest)
         for storage in given["outlived"]:
             self._protected.add(storage)
-        director.rejoin(numbers.hook, latest)
 
     def _index_at(self, way: Way, hook: int) -> int:
         """Number in the step of a storage that is first saved at `hook`."""

@@ -134,8 +134,8 @@ class HostCopy:
     def known(
         cls, block: ArenaPart, out: Event, back: Event | None, arrived_on: Stream | None, context: SwapContext
     ) -> HostCopy:
-        """Record of a copy out and a copy back that the C++ loop has handed to the device, with an event after each. None: no
-        copy back, or no stream waited for it. Their bytes are counted elsewhere."""
+        """Record of a copy out and a copy back that a loop has handed to the device, with an event after each. None: no copy
+        back, or no stream waited for it. Their bytes are counted elsewhere."""
         copy = cls()
         copy.block, copy.buffer, copy.context, copy.read, copy.arrived_on = block, block.buffer, context, back, arrived_on
         copy.out = Move.known(block.nbytes, out)

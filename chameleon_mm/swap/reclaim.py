@@ -81,9 +81,7 @@ class Lending:
     def lend(self) -> None:
         """Lend the buffers whose copies were handed over, or take all back if none may be lent. Called at every hook."""
         if not self._may_lend():
-            while self._lent:
-                self._lent.popleft().take_back()
-            self._waiting.clear()
+            self.take_back()
             return
         while self._lent and self._lent[0].slot.lent is None:
             self._lent.popleft()
@@ -92,6 +90,12 @@ class Lending:
             _lend(saved, self._hook)
             if saved.slot.lent is not None:
                 self._lent.append(saved)
+
+    def take_back(self) -> None:
+        """Take all buffers back, and lend none of those that were to be lent."""
+        while self._lent:
+            self._lent.popleft().take_back()
+        self._waiting.clear()
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None, *, allocated_bytes: int) -> None:
         """Set limits as `AllocatorHook.set_limits` does. `allocated_bytes`: bytes allocated now."""

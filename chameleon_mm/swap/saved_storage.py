@@ -123,8 +123,8 @@ class SavedStorage:
         cls, saves: Sequence[SavedBytes], alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int, nbytes: int,
         state: State, left: int, copy: HostCopy | None,
     ) -> SavedStorage:  # fmt: skip
-        """Record of a storage of `nbytes` that the C++ loop has saved, and moved so far. `saves`: one or more, in order.
-        `left`: number of them that have a use to come."""
+        """Record of a storage of `nbytes` that a loop of planned steps has saved, and moved so far. `saves`: one or more, in
+        order. `left`: number of them that have a use to come."""
         alias = saves[0].alias
         record = cls(alias, saves[0], alloc_stream, context, epoch=epoch, index=index)
         for saved in saves[1:]:

@@ -157,6 +157,16 @@ class Saved:
         return self.slot.number, self, self.hook, is_used, self.alias, self.version, self.counter(), *origin
 
 
+def _python_of(saved: Saved) -> Any:
+    """The executor's handle of one that was given back. Raises `RuntimeError` if there is none."""
+    if saved.python is None:
+        raise RuntimeError(
+            f"a saved tensor of {list(saved.alias.shape)}: expected the session's record of it, got none, as this is a forked "
+            f"child, or an error came up as the step was handed over; run forward again, in the process that trains"
+        )
+    return saved.python
+
+
 class StepLoop:
     """Loop over the rows of a program. A hook takes the executor's lock."""
 
@@ -179,6 +189,8 @@ class StepLoop:
         self.peak = self.seen = 0
         self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
         self._read_memory = device.memory_reader()
+        self._abandoned: list[Slot] = []
+        """Slots without a handle whose copy was under way as a capture began."""
         self._begin()
 
     def _begin(self, num_storages: int = 0) -> None:
@@ -212,7 +224,9 @@ class StepLoop:
                 argument, of_loop = argument.python, False
             if self.follows and not (num_modes() and tracer_is_on()):
                 with lock:
-                    if self.follows:
+                    if self.follows and not (
+                        of_loop and argument.python is not None
+                    ):  # given back, and entered again, meanwhile
                         hook_lock.thread = get_ident()
                         try:
                             done = do(argument)
@@ -225,8 +239,9 @@ class StepLoop:
             if done is not None:
                 return done
             if of_loop:
-                come_back()
-                argument = argument.python
+                if argument.python is None:
+                    come_back()
+                argument = _python_of(argument)
             return python(argument)
 
         return uncompiled(hook)
@@ -482,8 +497,15 @@ class StepLoop:
         self._rows, self._nbytes, self._group, self._offset = program
         self._compute, self._is_record, self._epoch, self._home = compute, is_record, epoch, get_ident()
         self._timed = self._metrics.timed
+        self.settle(compute)
         self._begin(len(self._nbytes))
         self.follows = True
+
+    def settle(self, compute: Stream) -> None:
+        """Order `compute` after the copies of abandoned slots."""
+        for slot in self._abandoned:
+            compute.wait(slot.done)  # Note [Reclaim]: its copy -> the memory's next owner
+        self._abandoned.clear()
 
     def give_back(self) -> dict[str, Any]:
         """Return all that the loop has, and follow no more: slots, saves in order, late ops, growths, and storages whose saves
@@ -491,9 +513,9 @@ class StepLoop:
         self.follows = False
         saves = [saved for ref in self._saves if (saved := ref()) is not None]
         slots = {saved.slot.number: saved.slot for saved in saves}
+        self._abandoned += [slot for number, slot in self._under_copy.items() if number not in slots]
         if not self._device.capturing():  # a capture may not wait for what began before it
-            for number in self._under_copy.keys() - slots.keys():
-                self._compute.wait(self._under_copy[number].done)  # Note [Reclaim]: its copy -> the memory's next owner
+            self.settle(self._compute)
         told = {
             "slots": [(n, slot.state, slot.operators, self._is_over(slot), slot.emptied) for n, slot in sorted(slots.items())],
             "all_saves": [saved.told() for saved in saves],

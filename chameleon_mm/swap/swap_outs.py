@@ -62,7 +62,7 @@ class SwapOuts:
         self._thresholds = thresholds
         self._staging = staging
         self.fresh: list[SavedStorage] = []
-        """Storages saved by operators that are not known to be over. The C++ loop adds those that it hands over."""
+        """Storages saved by operators that are not known to be over. The hand-over adds those of the loop."""
         self.latest_operator: OperatorNumber = (-1, 0)
         """Operator that saved last: those before it on its thread are over."""
         self.small: list[SavedStorage] = []

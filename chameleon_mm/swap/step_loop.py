@@ -224,9 +224,8 @@ class StepLoop:
                 argument, of_loop = argument.python, False
             if self.follows and not (num_modes() and tracer_is_on()):
                 with lock:
-                    if self.follows and not (
-                        of_loop and argument.python is not None
-                    ):  # given back, and entered again, meanwhile
+                    is_given_back = of_loop and argument.python is not None  # while this waited
+                    if not is_given_back and self.follows:
                         hook_lock.thread = get_ident()
                         try:
                             done = do(argument)

@@ -62,9 +62,9 @@ def installed(root: Path, *, distributions: tuple[str, ...]) -> str:
 _ON_STAND_IN = "for each save that moves, {} for its use (on the CUDA stand-in, docs/measure.md)"
 _WITHOUT = {
     "reclaim": "memory comes back at autograd's hooks, not inside of an allocation",
-    "memory": "10.5 us more " + _ON_STAND_IN.format("10.3"),
+    "memory": "18 us more " + _ON_STAND_IN.format("19"),
     "notes": "14.5 us more for each operator of a step that recomputes (docs/using.md)",
-    "loop": "30.5 us more " + _ON_STAND_IN.format("22.8"),
+    "loop": "42 us more " + _ON_STAND_IN.format("23.4"),
 }
 """What the lack of each helper costs."""
 

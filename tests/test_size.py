@@ -16,7 +16,7 @@ MOST_LIBRARY_LINES = 37_491
 MOST_BENCH_AND_KERNELS_LINES = 5_932
 """Python of `bench` and `kernels`."""
 
-MOST_TEST_LINES = 59_414
+MOST_TEST_LINES = 59_444
 """Python and C++ of `tests`, the CUDA stand-in included."""
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,6 +5,7 @@ The reference is plain PyTorch: the same program with no session, no simulated d
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -385,3 +386,32 @@ def test_an_error_as_all_is_given_back_is_told_and_the_next_step_is_right(monkey
 
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_child_that_is_forked_while_another_thread_has_the_lock_does_not_hang() -> None:
+    expected = plainly(OnSim(), [WORD])
+    with planned(OnSim()) as (work, session), session.step():
+        loss = work.forward(WORD)
+        held, over, lock = threading.Event(), threading.Event(), session._executor.hook_lock.lock
+
+        def hold() -> None:
+            with lock:
+                held.set()
+                over.wait()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        child = os.fork()  # where the lock is held for ever, and nothing was given back
+        if child == 0:
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                session._executor.hand_over.come_back()
+                os._exit(0 if "forked child" in str(error) else 2)
+            os._exit(3)
+        over.set()
+        holder.join()
+        assert os.waitpid(child, 0)[1] == 0
+        loss.backward()
+        assert [[image(torch.zeros_like(w) if w.grad is None else w.grad) for w in work.weights]] == expected

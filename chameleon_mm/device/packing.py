@@ -51,6 +51,14 @@ def check_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
         )
 
 
+def check_host(host: Tensor, nbytes: int) -> None:
+    """Raise `ValueError` unless `host` has so many bytes."""
+    if host.numel() < nbytes:
+        raise ValueError(
+            f"copy_behind: expected {nbytes} bytes or more of host memory, got {host.numel()}: give a larger buffer"
+        )
+
+
 def check_packed(what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int], on: torch.device) -> None:
     """Raise `ValueError` unless all are flat buffers on the device `on`, and each fits in `staging` at its offset. The message
     names the buffer by its index."""

@@ -79,9 +79,9 @@ class Stream(Protocol):
     def copy_behind(
         self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, offset: int, *, out: bool, again: Event | None = None
     ) -> Event:
-        """Enqueue a copy of a whole storage to the flat uint8 tensor `host`, from its byte `offset` on (`out`), or back, behind
-        all work of `owner` so far. Returns an event after it. `again`: an untimed event of this device that nobody asks for any
-        more, which may be recorded anew. Raises `ValueError` if `host` has fewer bytes than that."""
+        """Enqueue a copy of a whole storage to the flat uint8 tensor `host`, from its byte `offset` on (`out`), or back. It
+        comes after all work of `owner` so far. Returns an event after it. `again`: an untimed event of this device that nobody
+        asks for any more, which may be recorded anew. Raises `ValueError` if `host` has fewer bytes than that."""
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies each of `sources` into `dst` at its offset. The other bytes of `dst` do not change.

@@ -504,7 +504,7 @@ def fsdp_parameters(models: Iterable[nn.Module]) -> Iterator[Any]:
     for module in (module for model in models for module in model.modules()):
         if (get_state := getattr(module, "_get_fsdp_state", None)) is not None:
             state = get_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # None before torch 2.12: a single group
+            groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.12 a state has one group, not a list
             for group in (state._fsdp_param_group,) if groups is None else groups:
                 yield from () if group is None else group.fsdp_params
 

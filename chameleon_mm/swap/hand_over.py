@@ -35,6 +35,7 @@ from chameleon_mm.plan.step_program import AGAIN, DROP, END, FIRST, RELEASE, USE
 from chameleon_mm.pool.arena import Arena
 from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.record.light_profiler import LatestHook
+from chameleon_mm.swap import step_loop
 from chameleon_mm.swap.calling_thread import profiler_is_on, this_thread
 from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.director import Director
@@ -42,9 +43,7 @@ from chameleon_mm.swap.handles import Handle, KeptTensor, Origin, SavedBytes, Sw
 from chameleon_mm.swap.hook_lock import call_if_alive
 from chameleon_mm.swap.host_copy import HostCopy, State
 from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.step_loop import Program as StepRows
-from chameleon_mm.swap.step_loop import Row as StepRow
-from chameleon_mm.swap.step_loop import Saved, StepLoop
+from chameleon_mm.swap.step_loop import StepLoop
 from chameleon_mm.swap.step_ops import StepOps
 from chameleon_mm.swap.way import Way
 from chameleon_mm.units import MIB, allocated_size
@@ -103,7 +102,8 @@ class HandOver:
         gets, a record."""
         self._home = -1
         """Number of the thread whose saves the loop does."""
-        self._kind: Any = _OfPython
+        self._kind: Any = step_loop
+        """What has the loop's programs and handles: its module."""
         self.loop: Any = self._make_loop(executor)
         _all.add(self)
 
@@ -229,7 +229,8 @@ class HandOver:
         took, and those that are late."""
         self._outs.latest_operator = self._home, latest
         way.hook, before = hook, self._budget.taken_bytes
-        self._outs.let_go_of_held()
+        if self._context.held:
+            self._outs.let_go_of_held()
         self._ops.carry_out(way, ops)
         late, way.late = way.late, []
         self._context.out_queue.hand_over_all()  # no hook of the loop's would
@@ -425,41 +426,36 @@ def _asked(method: Any, *, in_lock: bool) -> Callable[..., Any]:
     return uncompiled(call)
 
 
-class _OfPython:
-    """What the module of the helper has, for `StepLoop`."""
-
-    Row, Program = staticmethod(StepRow.of), StepRows
-
-    @staticmethod
-    def delegate(handle: Saved, python: Handle) -> None:
-        """Have a handle that was given back lead to one of the executor's."""
-        handle.python = python
-        del handle.slot, handle.alias
-
-
 def _compiled(kind: Any, program: StepProgram, until: list[int]) -> _Compiled:
-    rows, before, in_part, saves = [], 0, [False] * len(program.nbytes), defaultdict[int, list[int]](list)
+    rows, grew, before = [_followed(row) for row in program.rows], list[int](), 0
+    in_part, saves = [False] * len(program.nbytes), defaultdict[int, list[int]](list)
     for hook, row in enumerate(program.rows):
         compared = row.is_checked and row.number >= 0
-        rows.append(kind.Row(*_told(row, until[hook] - before if compared else 0)))
+        grew.append(until[hook] - before if compared else 0)
         before = until[hook] if compared else before
         if row.kind in (FIRST, AGAIN):
             saves[row.number].append(hook)
         for _, number, nbytes in row.ops:
             in_part[number] |= nbytes < program.nbytes[number]
     group, offset, group_bytes = _places(program)
-    compiled = kind.Program(rows, program.nbytes, group, offset)
+    if kind is step_loop:
+        compiled = step_loop.Program(rows, grew, program.nbytes, group, offset)
+    else:
+        compiled = kind.Program([kind.Row(*_told(*row)) for row in zip(rows, grew, strict=True)], program.nbytes, group, offset)
     return _Compiled(compiled, in_part, group, offset, group_bytes, saves, sorted(hooks[0] for hooks in saves.values()))
 
 
-def _told(row: Row, grew: int) -> tuple[Any, ...]:
-    """The row as the loop has it: its key is a class, sizes, dtype and a number. Without a key, or with what the loop does
-    not do, it is an `END`. `grew`: bytes that the cached step allocated since the last comparison."""
+def _followed(row: Row) -> Row:
+    """The row as the loop has it: an `END` if no key tells the hook, or with what the loop does not do."""
     key: Any = row.key
     drops = any(code == DROP for code, *_ in row.ops)
-    if key is None or drops or not (row.kind == USE or (row.kind < USE and all(type(size) is int for size in key[1]))):
-        row, key = row._replace(kind=END), -1
-    key = key if row.kind < USE else (None, (), torch.uint8, key)
+    is_done = row.kind == USE or (row.kind < USE and key is not None and all(type(size) is int for size in key[1]))
+    return row if key is not None and is_done and not drops else row._replace(kind=END)
+
+
+def _told(row: Row, grew: int) -> tuple[Any, ...]:
+    """The row as the helper has it: its key is a class, sizes, dtype and a number."""
+    key: Any = row.key if row.kind < USE else (None, (), torch.uint8, row.key if row.kind == USE else -1)
     return row.kind, row.number, row.is_checked, row.growth, grew, row.ops, row.ins, *key
 
 

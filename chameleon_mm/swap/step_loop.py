@@ -33,7 +33,7 @@ from chameleon_mm.device import Stream
 from chameleon_mm.device.holders import held_alone
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.uncompiled import uncompiled
-from chameleon_mm.plan.step_program import AGAIN, FIRST, KEPT, OUT, RECLAIM, RELEASE, USE, Op
+from chameleon_mm.plan.step_program import AGAIN, FIRST, KEPT, OUT, RELEASE, USE, Op, Row
 from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.swap.calling_thread import sequence_nr
 from chameleon_mm.swap.classify import ProtectedStorages, reason_to_stay
@@ -51,36 +51,13 @@ class RefusedCopy(RuntimeError):
     """The device refused a copy. All that was begun is over."""
 
 
-class Row(NamedTuple):
-    """Row of a program, with a key of plain values. `END`: the executor does that hook."""
-
-    kind: int
-    number: int
-    is_checked: bool
-    growth: int
-    grew: int
-    """Bytes that the cached step allocated since the last comparison."""
-    ops: tuple[Op, ...]
-    ins: tuple[int, ...]
-    key: tuple[Any, ...]
-    """Save: class, sizes, dtype, operators since the last save."""
-    since: int
-    """Use: the hook of its save."""
-    is_idle: bool
-    """True if nothing is due."""
-
-    @classmethod
-    def of(cls, *told: Any) -> Row:
-        """`told`: the fields up to `ins`, class, sizes, dtype, and a number: of operators, or of a hook."""
-        _, _, is_checked, _, _, ops, ins, *key = told
-        is_idle = not (is_checked or ops or ins)
-        return cls._make((*told[:7], tuple(key), key[-1], is_idle))
-
-
 class Program(NamedTuple):
-    """Rows of a plan. By storage: bytes, group of host memory (-1: none), and place in the group's block."""
+    """Rows of a plan. By hook: bytes that the cached step allocated since the last comparison. By storage: bytes, group of host
+    memory (-1: none), and place in the group's block."""
 
     rows: Sequence[Row]
+    """The executor does the hook of an `END`."""
+    grew: Sequence[int]
     nbytes: Sequence[int]
     group: Sequence[int]
     offset: Sequence[int]
@@ -90,12 +67,12 @@ class Slot:
     """A saved storage that the loop moves. Its handles, and a copy under way, hold it; the loop refers to it weakly."""
 
     __slots__ = (
-        "__weakref__", "arrivals", "done", "emptied", "host", "number", "offset", "operators", "saves", "state", "storage"
+        "__weakref__", "arrivals", "done", "host", "number", "offset", "operators", "saves", "state", "storage"
     )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, number: int) -> None:
         self.storage, self.number = storage, number
-        self.state, self.operators, self.emptied = ON_DEVICE, 0, False
+        self.state, self.operators = ON_DEVICE, 0
         self.arrivals = 0
         """Times that the bytes came back."""
         self.done: Any = None
@@ -155,6 +132,12 @@ class Saved:
         is_used = self.used_in == self.slot.arrivals
         origin = self.tensor(), self.name, self.node_number, self.output_nr
         return self.slot.number, self, self.hook, is_used, self.alias, self.version, self.counter(), *origin
+
+
+def delegate(saved: Saved, python: Any) -> None:
+    """Have a handle that was given back lead to one of the executor's."""
+    saved.python = python
+    del saved.slot, saved.alias
 
 
 def _python_of(saved: Saved) -> Any:
@@ -304,7 +287,7 @@ class StepLoop:
             return None
         if type(handle) is Saved:
             slot, alias = handle.slot, handle.alias
-            if handle.hook != row.since or alias._version != handle.version or not self._run(row, hook, moves=True):
+            if handle.hook != row.key or alias._version != handle.version or not self._run(row, hook, moves=True):
                 return None
             if slot.state == ON_HOST:
                 return None  # room has to be made
@@ -314,13 +297,13 @@ class StepLoop:
             handle.used_in = slot.arrivals
             t: Tensor | None = alias.detach()  # a new reference for each user: the use count then shows every holder
         elif type(handle) is KeptTensor:
-            t, relied = handle.tensor, handle.relied
-            if handle.saved_at != (self._epoch, row.since) or t._version != handle.expected or (relied and relied.dependents):
+            t, relied = handle.tensor, handle.relied  # as `HandOver.use_record`, without a call
+            if handle.saved_at != (self._epoch, row.key) or t._version != handle.expected or (relied and relied.dependents):
                 return None
             if not self._run(row, hook, moves=False):
                 return None
         else:
-            t = self._python["use_record"](handle, row.since) if self._run(row, hook, moves=True) else None
+            t = self._python["use_record"](handle, row.key) if self._run(row, hook, moves=True) else None
             if t is None:
                 return None
         self.hook = hook
@@ -333,7 +316,7 @@ class StepLoop:
     def _run(self, row: Row, hook: int, *, moves: bool) -> bool:
         """Do what is due before the hook's own storage is used. Returns False if the executor must do this hook."""
         late, held = self._late, self._held
-        if row.is_idle and not (moves or late or held):
+        if not (moves or row.is_checked or row.ops or row.ins or late or held):
             return True
         if not self._compute.is_current():
             return False  # another stream or device, or a capture
@@ -342,8 +325,8 @@ class StepLoop:
         return not row.is_checked or self._check(row, hook)
 
     def _carry_out(self, row: Row, hook: int) -> bool:
-        """Execute the row's ops, behind those that are late. An op waits until the operator that saved its storage is over, and
-        that of this hook, if that saves it again. Returns False if the host has no memory for a copy."""
+        """Execute the late ops, then the row's. An op waits until the operator that saved its storage is over, and that of this
+        hook, if that saves it again. Returns False if the host has no memory for a copy."""
         of_records: list[Op] = []
         slots, self._later = self._slots, []
         for op in (*self._late, *row.ops) if self._late else row.ops:
@@ -359,10 +342,12 @@ class StepLoop:
                     self._later.append((OUT, number, nbytes))
                 elif not self._out_of(slot, nbytes):
                     return False
-            if code == RECLAIM and slot.state == LEAVING:
-                self._reclaim(slot, nbytes)
-            elif code == RELEASE and slot.state in (RESTORED, LEAVING):
-                self._reclaim(slot, nbytes) if slot.state == LEAVING else self._let_go(slot)
+            if code != OUT and slot.state == LEAVING:
+                self._wait(slot, "out")  # Note [Reclaim]: its copy -> the next owner of its memory
+                self.bytes_reclaimed += nbytes
+                self._let_go(slot)
+            elif code == RELEASE and slot.state == RESTORED:
+                self._let_go(slot)
         if of_records or self._held:
             taken, late = self._python["do_ops"](of_records, hook, self.operators)
             self.taken += taken
@@ -380,7 +365,7 @@ class StepLoop:
             return True
         if slot.host is None and not self._has_place(slot):
             return False
-        self._copy(slot, self._out, out=True)
+        self._copy(slot, out=True)
         slot.state = LEAVING
         self.bytes_swapped_out += nbytes
         return True
@@ -401,10 +386,11 @@ class StepLoop:
         users.append(weakref.ref(slot))
         return True
 
-    def _copy(self, slot: Slot, stream: Stream, *, out: bool) -> None:
-        """Hand over the copy on `stream`, behind all work of compute. Raises `RefusedCopy`."""
+    def _copy(self, slot: Slot, *, out: bool) -> None:
+        """Hand over the copy out or back, behind all work of compute. Raises `RefusedCopy`."""
         # Note [Swap-out], [Swap-in]: what wrote or used the memory last -> the copy
-        compute, storage, host, offset = self._compute, slot.storage, slot.host, slot.offset
+        stream, compute, storage = self._out if out else self._back, self._compute, slot.storage
+        host, offset = slot.host, slot.offset
         try:
             if not self._timed:
                 slot.done = stream.copy_behind(compute, storage, host, offset, out=out, again=slot.done)
@@ -429,11 +415,6 @@ class StepLoop:
             self._metrics.wait(self._compute, slot.done, direction, slot.number, prefetched=direction == "in")
         del self._under_copy[slot.number]
 
-    def _reclaim(self, slot: Slot, nbytes: int) -> None:
-        self._wait(slot, "out")  # Note [Reclaim]: its copy -> the next owner of its memory
-        self.bytes_reclaimed += nbytes
-        self._let_go(slot)
-
     def _let_go(self, slot: Slot) -> None:
         """Let the memory go, as the host has the bytes. If others refer to the storage, each hook tries again."""
         if slot.is_alone():
@@ -444,7 +425,7 @@ class StepLoop:
 
     def _empty(self, slot: Slot) -> None:
         self._compute.resize(slot.storage, 0)
-        slot.state, slot.emptied = ON_HOST, True
+        slot.state = ON_HOST
         self._storages.pop(slot.number, None)
 
     def _prefetch(self, row: Row) -> None:
@@ -462,7 +443,7 @@ class StepLoop:
             return  # its use brings it back
         try:
             self._back.wait(slot.done)  # Note [Swap-in]: the copy out -> the copy back
-            self._copy(slot, self._back, out=False)
+            self._copy(slot, out=False)
         except RefusedCopy:
             self._empty(slot)
             self.fallbacks += 1
@@ -487,21 +468,20 @@ class StepLoop:
         if row.number < 0 or hook == self.since:
             return True
         since, self.since, growth, self.growth = self.since, hook, self.growth, 0
-        return growth == row.grew or bool(self._python["grown"](since, growth, hook))
+        return growth == self._grew[hook] or bool(self._python["grown"](since, growth, hook))
 
     # --- between the executor's state and this one
 
     def enter(self, program: Program, compute: Stream, is_record: list[bool], epoch: int) -> None:
         """Take the hooks behind `hook`. `is_record`: by storage, whether the executor has it, or will. `epoch`: the step."""
-        self._rows, self._nbytes, self._group, self._offset = program
+        self._rows, self._grew, self._nbytes, self._group, self._offset = program
         self._compute, self._is_record, self._epoch, self._home = compute, is_record, epoch, get_ident()
         self._timed = self._metrics.timed
-        self.settle(compute)
         self._begin(len(self._nbytes))
         self.follows = True
 
     def settle(self, compute: Stream) -> None:
-        """Order `compute` after the copies of abandoned slots."""
+        """Order `compute` after the copies of abandoned slots, and let go of them."""
         for slot in self._abandoned:
             compute.wait(slot.done)  # Note [Reclaim]: its copy -> the memory's next owner
         self._abandoned.clear()
@@ -516,7 +496,7 @@ class StepLoop:
         if not self._device.capturing():  # a capture may not wait for what began before it
             self.settle(self._compute)
         told = {
-            "slots": [(n, slot.state, slot.operators, self._is_over(slot), slot.emptied) for n, slot in sorted(slots.items())],
+            "slots": [(n, s.state, s.operators, self._is_over(s), n not in self._storages) for n, s in sorted(slots.items())],
             "all_saves": [saved.told() for saved in saves],
             "outlived": [storage for n, ref in self._storages.items() if n not in slots and (storage := ref()) is not None],
             "late": [*self._late, *self._later], "growths": self._growths, "kept": [],

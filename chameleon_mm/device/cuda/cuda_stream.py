@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.packing import check_ends, check_packed, check_storage, check_sum
+from chameleon_mm.device.packing import check_ends, check_host, check_packed, check_storage, check_sum
 from chameleon_mm.device.protocols import Event, Stream
 
 if TYPE_CHECKING:
@@ -74,10 +74,7 @@ class CudaStream:
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Resize as `Stream.resize` does, with a block of the caching allocator on this stream."""
-        if self._is_current():
-            storage.resize_(nbytes)
-            return
-        with torch.cuda.stream(self.raw):
+        with self._as_current():
             storage.resize_(nbytes)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
@@ -90,34 +87,20 @@ class CudaStream:
         self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, part: slice | None = None, out: bool
     ) -> None:
         begin, end, _ = (0, host.numel(), 1) if part is None else part.indices(host.numel())
-        nbytes, runtime = end - begin, self._device.cupy_runtime
-        check_storage(storage, start + nbytes)
-        if runtime is None:
-            on_host = host[begin:end]
-            on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + nbytes]
-            self._copy(*((on_host, on_device) if out else (on_device, on_host)))
-            return
-        host_address, address = host.data_ptr() + begin, storage.data_ptr() + start
-        dst, src = (host_address, address) if out else (address, host_address)
-        runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self.handle)
+        check_storage(storage, start + end - begin)
+        self._cross(storage, start, host, begin, end - begin, out=out)
 
     def copy_behind(
         self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, offset: int, *, out: bool, again: Event | None = None
     ) -> CudaEvent:
         assert isinstance(owner, CudaStream)
-        event, nbytes, runtime = again, storage.nbytes(), self._device.cupy_runtime
-        if offset + nbytes > host.numel():
-            raise ValueError(f"copy_behind: expected {offset + nbytes} bytes or more of host memory, got {host.numel()}")
+        event, nbytes = again, storage.nbytes()
+        check_host(host, offset + nbytes)
         if type(event) is not CudaEvent:
             event = CudaEvent.new()
         event.record(owner.raw)
         event.wait(self.raw)  # all work of `owner` so far -> the copy
-        if runtime is None:
-            self.copy_storage(storage, host, part=slice(offset, offset + nbytes), out=out)
-        elif out:
-            runtime.memcpyAsync(host.data_ptr() + offset, storage.data_ptr(), nbytes, _MEMCPY_DEFAULT, self.handle)
-        else:
-            runtime.memcpyAsync(storage.data_ptr(), host.data_ptr() + offset, nbytes, _MEMCPY_DEFAULT, self.handle)
+        self._cross(storage, 0, host, offset, nbytes, out=out)
         event.record(self.raw)
         return event
 
@@ -143,6 +126,18 @@ class CudaStream:
         with self._as_current():
             self._device.checksummer.add(out, src)
 
+    def _cross(self, storage: torch.UntypedStorage, start: int, host: Tensor, begin: int, nbytes: int, *, out: bool) -> None:
+        """Enqueue a copy of `nbytes` of a storage, from byte `start` on, to byte `begin` of `host` (`out`), or back."""
+        runtime = self._device.cupy_runtime
+        if runtime is None:
+            on_host = host[begin : begin + nbytes]
+            on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + nbytes]
+            self._copy(*((on_host, on_device) if out else (on_device, on_host)))
+            return
+        host_address, address = host.data_ptr() + begin, storage.data_ptr() + start
+        dst, src = (host_address, address) if out else (address, host_address)
+        runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self.handle)
+
     def _copy(self, dst: Tensor, src: Tensor) -> None:
         runtime = self._device.cupy_runtime
         if runtime is not None:
@@ -154,11 +149,9 @@ class CudaStream:
 
     def _as_current(self) -> AbstractContextManager[Any]:
         """Context that makes this stream and its device current, so that kernels start there. Does nothing if they are."""
-        return _NOTHING if self._is_current() else torch.cuda.stream(self.raw)
-
-    def _is_current(self) -> bool:
         index = self._device.index
-        return bool(torch._C._cuda_getCurrentRawStream(index) == self.handle and torch._C._cuda_getDevice() == index)
+        is_current = torch._C._cuda_getCurrentRawStream(index) == self.handle and torch._C._cuda_getDevice() == index
+        return _NOTHING if is_current else torch.cuda.stream(self.raw)
 
     def record(self, *, timed: bool = False) -> CudaEvent:
         event = CudaEvent.new(timed=timed)

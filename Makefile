@@ -85,6 +85,7 @@ format: $(STAMP) ## Format the sources, and fix what lint can fix
 	$(BIN)/ruff check --fix
 
 gpu: ## Tests and the figures of docs/measure.md on a CUDA machine, at most 8 minutes; JSON into OUT (bench/results)
+	-@$(PYTHON) -m chameleon_mm native # all at once; without a compiler the suite runs without helpers, and says so
 	@$(PYTHON) -m chameleon_mm.bench.gpu_suite --out "$${OUT:-bench/results}"
 
 memcheck: ## The kernels' tests under NVIDIA's compute-sanitizer; without torch's cache an access beyond a tensor is seen

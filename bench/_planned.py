@@ -69,8 +69,8 @@ def add_planned(table: Results, name: str, key: str, outcome: Outcome, baseline:
             cells["measured"] = figure([came], unit)
             cells["error"] = figure([100 * (came - foreseen) / (foreseen if of is None else of / 1e3)], "%")
         table.add(f"{name}: {quantity}", {"peer": key, "quantity": quantity}, cells)
-    if not found.steady:
-        table.notes.append(f"{name}: NOT steady: a plan was still on trial, or a step went by none")
+    unsteady = "" if found.steady else ": NOT steady: a plan was still on trial, or a step went by none"
+    table.notes.append(f"{name}: another plan after steps {', '.join(map(str, found.changes))}{unsteady}")
 
 
 def classes_table(device: Device) -> Results:

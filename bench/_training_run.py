@@ -9,7 +9,7 @@ The wait lets a session read the time of a plan on trial at once, so that its tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,6 +60,8 @@ class Followed:
     """Time that compute waited for copies, per timed step; None: none was timed."""
     steady: bool
     """True if no plan was on trial any more, and every step followed this one."""
+    changes: tuple[int, ...]
+    """Numbers of the steps, warm-up included, after which the session had another plan to follow."""
     trace: Trace
     """Trace from which the plan was made."""
     link: LinkCost
@@ -137,10 +139,12 @@ def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: in
             losses.append(loss.detach().clone())  # mse_loss leaves its mean in memory as large as its input
 
         with peer.over_run(device, model, hbm_budget) as around:
+            plans = [_plan_of(around.session)]
             for step in range(warmup_steps(peer, device)):
                 train(around.step(), around.forward())
                 device.synchronize()
-                if step and peer.planned and not _has_plan(around.session):
+                plans.append(_plan_of(around.session))
+                if step and peer.planned and plans[-1] is None:
                     raise InfeasibleBudget(NO_PLAN)
             before, reserved = device.peak_allocated_bytes(), device.peak_reserved_bytes()
             device.reset_peaks()
@@ -149,9 +153,10 @@ def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: in
             for _ in range(steps):
                 train(around.step(), around.forward())
                 marks.append(device.current_stream().record(timed=True))
+                plans.append(_plan_of(around.session))
             device.synchronize()
             kept = device.allocated_bytes()
-            followed = None if watch is None else watch.end()
+            followed = None if watch is None else watch.end(plans)
     steady, reserved_later = device.peak_allocated_bytes(), device.peak_reserved_bytes()
     return PeerRun(
         losses=torch.stack([loss.to("cpu", copy=True) for loss in losses]),
@@ -164,8 +169,8 @@ def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: in
     )
 
 
-def _has_plan(session: SwapSession | None) -> bool:
-    return session is not None and session._adaptation is not None and session._adaptation.latest_plan is not None
+def _plan_of(session: SwapSession | None) -> SwapPlan | None:
+    return None if session is None or session._adaptation is None else session._adaptation.latest_plan
 
 
 class _Watch:
@@ -182,8 +187,9 @@ class _Watch:
         adaptation = session._adaptation
         return None if adaptation is None else cls(session, adaptation)
 
-    def end(self) -> Followed:
-        """Return the figures. Raises `InfeasibleBudget` if no plan is within the budget any more."""
+    def end(self, plans: Sequence[SwapPlan | None]) -> Followed:
+        """Return the figures. `plans`: those to follow in each step and the next. Raises `InfeasibleBudget` if no plan
+        is within the budget any more."""
         before, after = self._before, self._session.report()
         planned, plan = self._adaptation.latest, self._adaptation.latest_plan
         if planned is None or plan is None:
@@ -194,6 +200,7 @@ class _Watch:
             plan=plan,
             stall_us=((after.stall_us or 0.0) - (before.stall_us or 0.0)) / timed if timed else None,
             steady=followed and planned.is_decided and plan is self._plan,
+            changes=tuple(step for step, (old, new) in enumerate(pairwise(plans)) if new is not old),
             trace=planned.trace,
             link=rates_of(after.spans, link_cost_for(self._session.device)),
             replayable=planned.admitted,

@@ -1,6 +1,6 @@
 """C++ helpers for tests: built once for these sources, and kept from run to run.
 
-module = helper("reclaim", monkeypatch)       # built and loaded; skips where nothing can be compiled
+module = helper("reclaim", monkeypatch)       # built, or the user's, and loaded; skips where nothing can be compiled
 only(["reclaim"], monkeypatch)                # whatever else is built is not found from then on
 """
 
@@ -15,6 +15,7 @@ import torch
 
 from chameleon_mm.device import native
 from chameleon_mm.errors import NativeBuildError
+from chameleon_mm.files import cache_folder, make_private, write_file
 from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.follow.planned_step import PlannedStep
 
@@ -37,6 +38,10 @@ def helper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the helper `name`, which devices and sessions find from now on, like others of that folder."""
     monkeypatch.setattr(native, "CACHE", BUILDS)
     try:
+        of_the_user, ours = cache_folder() / "native" / native.file_of(name).name, native.file_of(name)
+        if of_the_user.exists() and not ours.exists():  # by `chameleon-mm native`, of the same sources
+            make_private(ours.parent)
+            write_file(ours, of_the_user.read_bytes(), private=True)
         native.build(name)
     except NativeBuildError as error:
         if "expected" not in str(error):  # there is a compiler, and it refuses our source

@@ -94,7 +94,9 @@ class Swapped(Plain):
             # Keeps sizes, not storages: a reference to a storage would keep its parameter on the device.
             sizes = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in self.trained.parameters()}
             movable = sum(allocated_size(nbytes) for nbytes in sizes.values() if nbytes >= hosted.MIN_BYTES)
-            budget = self.device.allocated_bytes() - movable + self._room_bytes
+            # A window has room for three of the largest; cuDNN keeps all of an LSTM's weights in one storage.
+            room = max(self._room_bytes, 4 * max(sizes.values()))
+            budget = self.device.allocated_bytes() - movable + room
             self.session = cm.SwapSession(
                 budget if self.budget is None else self.budget,
                 None if "pool" in self._given else "64MiB",
@@ -396,7 +398,7 @@ def _read(loop: Plain) -> list[Tensor]:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
             file.seek(0)
             loaded = torch.load(file, weights_only=True)
-            seen.extend(loaded["model"].values())
+            seen.extend(t.to(loop.at) for t in loaded["model"].values())  # torch.save writes swapped ones as the host's
         if number == 2:
             model.load_state_dict(loaded["model"])
             optimizer.load_state_dict(loaded["optimizer"])

@@ -87,7 +87,7 @@ def on_a_thread(work: Callable[[], object]) -> None:
 
 
 def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+    return len(a) == len(b) and all(x.device == y.device and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def assert_same(expected: list[Tensor], got: list[Tensor]) -> None:

@@ -65,8 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     native.PACKAGE = "chameleon_mm_native_of_a_test"
     if config.getoption("--native"):
         native.CACHE = BUILDS
-        for name in native.useful():
-            native.build(name)
+        native.build_useful()
     else:
         native.CACHE = Path(tempfile.gettempdir(), "chameleon_mm has no build here")
 

@@ -6,7 +6,7 @@ import gc
 import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,13 +40,15 @@ def ours() -> type[InstalledSaveOnCpu]:
 
 
 def check_ours_is_used(plain: Case, offloading: Case, device: Device) -> None:
-    """Check that, with ours installed, training of `offloading` moves data to the host and has the bits of `plain`."""
+    """Check that, with ours installed, training of `offloading` moves data to the host and has the bits of `plain`, which keeps
+    all. Torch's own `save_on_cpu` is no reference: it gives back a transposed weight as a contiguous one, and on a GPU another
+    kernel multiplies by that."""
     kind = SIM if device.simulated else CUDA
     expected = trained_plainly(plain, kind)
     cm.install(device=device, min_bytes=256)
     with device.compute():
         got = trained_plainly(offloading, kind)
-    assert differences(expected, got) == []
+    assert differences(expected, {name.replace("_checkpoint_wrapped_module.", ""): seen for name, seen in got.items()}) == []
     gc.collect()
     stats = ours()._the_manager().pool.stats()
     assert stats.peak_live_bytes > 0
@@ -54,12 +56,14 @@ def check_ours_is_used(plain: Case, offloading: Case, device: Device) -> None:
 
 
 def test_torchs_offload_wrapper_uses_ours(device: Device) -> None:
-    def build() -> nn.Module:
-        layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3))
-        return nn.Sequential(*(offload_wrapper(layer) for layer in layers))
+    def case(wrap: Callable[[nn.Module], nn.Module]) -> Case:
+        def build() -> nn.Module:
+            layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3))
+            return nn.Sequential(*map(wrap, layers))
 
-    case = Case(build=build, loss=lambda model: model(torch.randn(32, 64)).square().mean(), steps=3)
-    check_ours_is_used(case, case, device)
+        return Case(build=build, loss=lambda model: model(torch.randn(32, 64)).square().mean(), steps=3)
+
+    check_ours_is_used(case(lambda layer: layer), case(offload_wrapper), device)
 
 
 def test_hugging_faces_offload_of_checkpoints_uses_ours(sim: cm.SimDevice) -> None:

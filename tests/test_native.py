@@ -56,7 +56,7 @@ def test_without_a_compiler_there_is_a_sentence_and_all_works(empty: Path) -> No
 def test_a_compiler_that_fails_leaves_nothing(lines: str, words: str, empty: Path, tmp_path: Path) -> None:
     with pytest.raises(NativeBuildError, match=f"could not compile the helper 'memory' for torch .*{words}; all works without"):
         native.build("memory", compiler=script(tmp_path / "compiler", lines))
-    assert [path.name for path in empty.iterdir()] == [".lock"]
+    assert [path.suffix for path in empty.iterdir()] == [".lock"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(empty: Path, tmp_path: Path) -> None:

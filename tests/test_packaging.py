@@ -159,7 +159,7 @@ def test_the_wheel_of_helpers_is_for_one_python_one_platform_and_one_release(tmp
     native_project(tmp_path / "project", "1.2.3", "cp311-cp311-linux_x86_64")
     (tmp_path / "project" / PACKAGE).mkdir()
     (tmp_path / "project" / PACKAGE / "chameleon_mm_memory.so").write_bytes(b"a library")
-    (tmp_path / "project" / PACKAGE / ".lock").touch()
+    (tmp_path / "project" / PACKAGE / ".chameleon_mm_loop.so.lock").touch()
     built = _build("wheel", tmp_path / "project", tmp_path / "wheel")
     assert built.name == "chameleon_mm_native-1.2.3-cp311-cp311-linux_x86_64.whl"
     contents, info = _contents(built), "chameleon_mm_native-1.2.3.dist-info"

@@ -1,6 +1,7 @@
 """The optional C++ helpers: installed or built for the torch that is there, and used from then on; without them all works.
 
-    build("memory")          # compile it, where no build fits: a quarter of a minute. `chameleon-mm native` builds them all
+    build("memory")          # compile it, where no build fits: a quarter of a minute
+    build_useful()           # ... all that this torch can use, at once: `chameleon-mm native`
     load("memory")           # the module, or None: not built for this torch, or not loadable; never compiles
     status("memory")         # the same, in words: `chameleon-mm doctor` prints it
 
@@ -21,12 +22,14 @@ import importlib.machinery
 import importlib.util
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -111,7 +114,7 @@ def _this_torch() -> list[str]:
 
 def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: bool = False) -> Path:
     """Return the build of the helper `name`, compiled now by `compiler` if there is none that fits, or `again`. Takes up to a
-    minute. One process at a time compiles; the others wait, and return its build.
+    minute. One process at a time compiles a helper; the others wait, and return its build.
 
     `into`: a folder that is, or will be, in `sys.path`. The build is for the minor release of torch, and all users may read it.
 
@@ -129,7 +132,7 @@ def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: 
             make_private(path.parent)  # fails before the compiler takes its time
         else:
             place.mkdir(parents=True, exist_ok=True)
-        with _alone_in(path.parent), tempfile.TemporaryDirectory() as made:
+        with _alone_with(path), tempfile.TemporaryDirectory() as made:
             if (path.exists() and path.stat().st_mtime_ns) != before:  # changed by another process, while this one waited
                 return path
             fresh, used = Path(made) / path.name, Path(made) / "used"
@@ -148,12 +151,21 @@ def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: 
     return path
 
 
+def build_useful(*, into: Path | None = None, compiler: str = "g++") -> dict[str, Path]:
+    """Build the helpers that this torch can use, each on a core of its own, and anew if it does not load. Returns the builds by
+    name. `into`, `compiler` and errors: as `build`."""
+    harmed = {name: status(name).startswith("does not load") for name in useful()}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        builds = threads.map(lambda name: build(name, into=into, compiler=compiler, again=harmed[name]), harmed)
+        return dict(zip(harmed, builds, strict=True))
+
+
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other process builds in `folder`."""
+def _alone_with(path: Path) -> Iterator[None]:
+    """Wait until no other process builds `path`."""
     import fcntl  # not on every system
 
-    with (folder / ".lock").open("w", encoding="utf-8") as file:
+    with path.with_name(f".{path.name}.lock").open("w", encoding="utf-8") as file:
         with suppress(OSError):  # a file system without locks: each process compiles, and the last file stays
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -228,9 +228,7 @@ def _run_native(args: argparse.Namespace, console: Console) -> int:
         sys.path.append(str(args.into))
     if not native.useful():
         console.print(f"nothing to build: no helper is of use with torch {native.release()}")
-    for name in native.useful():
-        harmed = native.status(name).startswith("does not load")
-        path = native.build(name, into=args.into, compiler=args.compiler, again=harmed)
+    for name, path in native.build_useful(into=args.into, compiler=args.compiler).items():
         console.print(f"{name}: {native.status(name)}, {path}", soft_wrap=True)
     if not given:
         console.print(f"sessions find them with PYTHONPATH={args.into.resolve()}: it is not in sys.path", soft_wrap=True)

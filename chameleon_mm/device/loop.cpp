@@ -266,17 +266,22 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     later.clear();
     std::vector<Op> due = late, of_records;
     due.insert(due.end(), row.ops.begin(), row.ops.end());
+    const auto do_ops = [&] {  // in their turn: the link copies in the order of the plan
+      const auto [took, of_them] = call("do_ops", std::exchange(of_records, {}), at, operators).template cast<std::pair<int64_t, std::vector<Op>>>();
+      taken += took;
+      later.insert(later.end(), of_them.begin(), of_them.end());
+    };
     for (const auto& [code, n, nbytes] : due) {
-      if (is_record[n]) of_records.emplace_back(code, n, nbytes);
-      else if (slots[n] == nullptr) continue;
+      if (is_record[n]) {
+        of_records.emplace_back(code, n, nbytes);
+        continue;
+      }
+      if (!of_records.empty()) do_ops();
+      if (slots[n] == nullptr) continue;
       else if (slots[n]->state == ON_DEVICE && ((n == row.number && row.kind == AGAIN) || !is_over(*slots[n]))) later.emplace_back(OUT, n, nbytes);
       else if (!carry_out(code, n)) return false;
     }
-    if (any_held || !of_records.empty()) {
-      const auto [took, of_them] = call("do_ops", of_records, at, operators).template cast<std::pair<int64_t, std::vector<Op>>>();
-      taken += took;
-      later.insert(later.end(), of_them.begin(), of_them.end());
-    }
+    if (any_held || !of_records.empty()) do_ops();
     late = std::exchange(later, {});
     return !row.is_checked || check(row, at);
   }

@@ -334,6 +334,8 @@ class StepLoop:
             if self._is_record[number]:
                 of_records.append(op)
                 continue
+            if of_records:
+                of_records = self._do(of_records, hook)
             slot = None if (ref := slots[number]) is None else ref()
             if slot is None:
                 continue
@@ -349,11 +351,16 @@ class StepLoop:
             elif code == RELEASE and slot.state == RESTORED:
                 self._let_go(slot)
         if of_records or self._held:
-            taken, late = self._python["do_ops"](of_records, hook, self.operators)
-            self.taken += taken
-            self._later += late
+            self._do(of_records, hook)
         self._late, self._later = self._later, []
         return True
+
+    def _do(self, of_records: list[Op], hook: int) -> list[Op]:
+        """Let the executor do these ops, in their turn: the link copies in the plan's order. Returns those left: none."""
+        taken, late = self._python["do_ops"](of_records, hook, self.operators)
+        self.taken += taken
+        self._later += late
+        return []
 
     def _is_over(self, slot: Slot) -> bool:
         """True if the operator that saved it last is over, as `SwapOuts.is_over`. Note [Swap-out]."""

@@ -34,6 +34,7 @@ from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.plan.regions import SHARES
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
+from chameleon_mm.units import parse_size
 from tests._compiled_programs import PLACE, PROGRAMS, Block, Stack, rows
 from tests._programs import assert_same
 
@@ -463,6 +464,31 @@ def test_a_choice_that_was_too_large_is_corrected_once(backend: str, device: Dev
     assert_same(train_whole(backend, device, None, first, second, beside=100_000)[0], got)
     assert session.report().compiled_partitions[-1].startswith("as first compiled no plan fits; compiled once more, ")
     assert session.report().steps_by_phase["planned"] >= 2
+
+
+def test_a_budget_that_no_partition_fits_is_told_before_the_first_step_with_one_that_does(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(budget_bytes: int) -> list[str]:
+        caplog.clear()
+        session = cm.SwapSession(budget_bytes, "16MiB", device, min_bytes=0)
+        train_whole("aot_eager", device, session)
+        said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert not said or re.sub("^chameleon_mm: ", "", said[0]) in str(session.report())
+        return said
+
+    before = device.allocated_bytes()
+    first, *_ = told(before + (3 << 18))  # ahead of what is known once the step was recorded
+    match = re.fullmatch(
+        r"chameleon_mm: hbm_budget: expected (.*) or more for the compiled region in forward at _compiled_programs.py:\d+, "
+        r"which has .* on the device at once, whatever it saves, got .*; no plan will keep this budget: raise it, .*",
+        first,
+    )
+    assert match is not None
+    least_bytes = parse_size(match[1])  # the step adds what is in no region: 3 KiB
+    (exact,) = {int(found[1]) for said in told(least_bytes) if (found := re.search(r"expected (\d+) bytes", said))}
+    assert least_bytes < exact < 1.01 * least_bytes
+    assert not any("region" in said for said in told(exact))
 
 
 @pytest.mark.ci

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
+from math import ceil
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torch import Tensor, fx
 from torch._functorch import config  # loads nothing of dynamo
 from torch.utils._pytree import tree_leaves
 
-from chameleon_mm.units import format_size
+from chameleon_mm.units import format_size, format_size_up
 
 Choose = Callable[[fx.GraphModule], "float | None"]
 
@@ -245,11 +246,13 @@ class FirstChoice:
     """Chooses for each region as it compiles: torch's own partition if it fits, else the first of `shares` that does, else what
     needs least of those tried."""
 
-    def __init__(self, shares: Sequence[float]) -> None:
-        self._shares = shares
+    def __init__(self, shares: Sequence[float], warn: Callable[..., None] = logging.Logger.warning) -> None:
+        """`warn(log, message, *values)` logs a warning."""
+        self._shares, self._warn = shares, warn
         self.budget_bytes: int | None = None
-        self.resident_bytes = self.beside_bytes = 0
-        """Bytes for all (None: unknown, torch's own stays); of them what stays on the device, and what other things take."""
+        self.resident_bytes = self.beside_bytes = self.spare_bytes = 0
+        """Bytes for all (None: unknown, torch's own stays); of them what stays on the device, and what other things take. Bytes
+        of the budget in addition, which plans leave free."""
         self.fixed: float | None = None
         """Share of all regions that compile from now on; None: chosen for each."""
         self.shares, self.lines = list[float](), list[str]()
@@ -285,15 +288,28 @@ class FirstChoice:
                 tried[share] = divisions.at(share)
         chosen = min(tried, key=lambda share: max(tried[share].peak_bytes, room_bytes))  # the first one that fits, if one does
         self.most_bytes = max(self.most_bytes, tried[chosen].peak_bytes)
-        self.fits &= tried[chosen].peak_bytes <= room_bytes
+        if self.fits and (lack_bytes := tried[chosen].peak_bytes - room_bytes) > 0:
+            self.fits, budget_bytes = False, self.budget_bytes + self.spare_bytes
+            self._warn(
+                _log,
+                "chameleon_mm: hbm_budget: expected %s or more for the compiled region in %s, which has %s on the device at "
+                "once, whatever it saves, got %s; no plan will keep this budget: raise it, compile smaller parts, or "
+                "lower the batch",
+                format_size_up(ceil((self.budget_bytes + lack_bytes) * budget_bytes / self.budget_bytes)), _place(nodes),
+                format_size(tried[chosen].peak_bytes), format_size(budget_bytes),
+            )  # fmt: skip
         said = "torch's own" if chosen == 1 else f"activation_memory_budget {chosen:g}"
         estimates = "; ".join(f"{share:g}: {one}" for share, one in tried.items())
         self._note(nodes, f"{said}, for {format_size(room_bytes)}; estimates by that value: {estimates}")
         return chosen
 
     def _note(self, nodes: Sequence[fx.Node], text: str) -> None:
-        places = (re.search(r'File "(.*?)", line (\d+), in (.*)', node.meta.get("stack_trace") or "") for node in nodes)
-        place = next(filter(None, places), None)
-        where = "a region" if place is None else f"{place[3]} at {Path(place[1]).name}:{place[2]}"
-        self.lines.append(f"{where}, compile {torch._guards.CompileContext.current_compile_id()}: {text}")
+        self.lines.append(f"{_place(nodes)}, compile {torch._guards.CompileContext.current_compile_id()}: {text}")
         _log.info("chameleon_mm: partition of a compiled region: %s", self.lines[-1])
+
+
+def _place(nodes: Sequence[fx.Node]) -> str:
+    """Function, file and line of a region's first operator that has them."""
+    places = (re.search(r'File "(.*?)", line (\d+), in (.*)', node.meta.get("stack_trace") or "") for node in nodes)
+    place = next(filter(None, places), None)
+    return "a region" if place is None else f"{place[3]} at {Path(place[1]).name}:{place[2]}"

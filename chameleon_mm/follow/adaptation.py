@@ -281,7 +281,7 @@ class Adaptation:
         self._replayable = replayable
         self._banned: set[str] = set()
         self.steps: Steps = StepCache(CACHED_STEPS)
-        self.partition, self.first_partitions = PartitionChoice(), FirstChoice(SHARES)
+        self.partition, self.first_partitions = PartitionChoice(), FirstChoice(SHARES, metrics.warn)
         self._min_bytes = min_bytes
         self._structures = Structures(min_bytes)
         self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
@@ -379,8 +379,9 @@ class Adaptation:
 
     def note_resident(self, nbytes: int) -> None:
         """Note the bytes that stay on the device in the next step: a region that compiles in it has the rest of the budget."""
-        self.first_partitions.resident_bytes = nbytes
-        self.first_partitions.budget_bytes = self._hbm_budget_bytes - self._spare_bytes
+        first = self.first_partitions
+        first.resident_bytes, first.spare_bytes = nbytes, self._spare_bytes
+        first.budget_bytes = self._hbm_budget_bytes - first.spare_bytes
 
     def _step_us(self, planned: PlannedStep, trace: Trace, *, unpinned: bool = False) -> float | None:
         """Predicted time of a step like `planned` with that trace. `unpinned`: as if no pin were given. None: no plan fits."""

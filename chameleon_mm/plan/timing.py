@@ -36,6 +36,10 @@ from chameleon_mm.units import MIB
 # start = max(when it may start, when its direction is free)
 # end   = start + copy_us per piece + bytes at this direction's rate, or at the duplex rest during a copy the other way
 
+PIECE_BYTES = 31 * MIB
+"""Size of the pieces that queued copies are cut into. An urgent copy waits for two of them at most, 1.2 ms at 55 GB/s. A piece of
+17 MB reaches 99 % of the link's rate, by the model of docs/transfer.md."""
+
 SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
 """Bounds far beyond any link. Within them no copy's time overflows to infinity or rounds to 0."""
 
@@ -64,7 +68,7 @@ class LinkCost:
     """Rate of both directions added up, while both are busy."""
     copy_us: float = 3.1
     """Fixed cost of a piece on its engine: published for an H200, where 4 MiB reach 53.2 of 55.4 GB/s."""
-    piece_bytes: int = 32 * MIB
+    piece_bytes: int = PIECE_BYTES
     """Size of the pieces that copies are cut into."""
     hbm_gbps: float = 2_000.0
     """Rate of a copy within device memory: the part that stays of a tensor that moves in part is copied once each way."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Device, Event
 from chameleon_mm.errors import TransferFailed
+from chameleon_mm.plan.timing import PIECE_BYTES
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.units import KIB, MIB
 
@@ -67,10 +68,6 @@ class Thresholds:
 # --- copy queue
 
 _log = logging.getLogger(__name__)
-
-PIECE_BYTES = 32 * MIB
-"""Size of a piece. A copy of 17 MB reaches 99 % of the link's rate, by the model of docs/transfer.md. A piece takes 0.6 ms at
-55 GB/s, and an urgent copy waits for two of them at most."""
 
 OUTSTANDING = 2
 """Pieces in the engine's queue: one that runs, and one that follows it without a gap."""

@@ -37,8 +37,8 @@ from chameleon_mm.units import MIB
 # end   = start + copy_us per piece + bytes at this direction's rate, or at the duplex rest during a copy the other way
 
 PIECE_BYTES = 31 * MIB
-"""Size of the pieces that queued copies are cut into. An urgent copy waits for two of them at most, 1.2 ms at 55 GB/s. A piece of
-17 MB reaches 99 % of the link's rate, by the model of docs/transfer.md."""
+"""Size of the pieces that queued copies are cut into. An urgent copy waits for two at most: 1.2 ms at 55 GB/s. Pieces of
+17 MB reach 99 % of the link's rate, by the model of docs/transfer.md."""
 
 SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
 """Bounds far beyond any link. Within them no copy's time overflows to infinity or rounds to 0."""

@@ -54,6 +54,8 @@ class Work:
         self.x = torch.randn(SIDE, SIDE, device=machine.torch_device)
         self.keeps, self.made = False, list[Tensor]()
         """True if the model keeps the result of each tanh; the results kept in the latest step."""
+        self.results: list[Tensor] | None = None
+        """What each letter made; None: it is not kept."""
 
     def step(self, word: str) -> list[Tensor]:
         # Not `torch.autograd.grad`: a thread of autograd's holds its result for a while after it returned. A step recorded in
@@ -81,6 +83,8 @@ class Work:
                 x = x.exp().clamp(max=3)
             elif letter == "i":
                 x = (x * weight).relu_()
+            if self.results is not None:
+                self.results.append(x)
         if self.keeps:
             self.made = [t.detach().clone() for t in self.made]  # read while what only autograd needs is away
         return x.sum() if held is None else x.sum() + held.mean()
@@ -324,6 +328,39 @@ def test_without_that_hold_the_source_is_freed_under_its_copy(monkeypatch: pytes
     monkeypatch.setattr(StepLoop, "_begin", begun)
     with pytest.raises((SimLifetimeError, SimRaceError)):
         drop_a_graph_under_its_copies()
+
+
+@pytest.mark.gpu
+def test_a_copy_under_way_as_a_capture_begins_is_waited_for_after_it(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that waited for work from before it would be lost. Its refused backward gives the step back in the middle."""
+    keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ones = torch.ones(SIDE, SIDE, device="cuda")
+        expected = plainly(OnCuda(), [WORD[:3], WORD])
+        with planned(OnCuda()) as (work, session):
+            loop, work.results = session._executor.hand_over.loop, []
+            with session.step():
+                out = work.forward(WORD[:8])
+                early, work.results = work.results[2].sum(), None
+                del out  # and with it what only its graph needs, under its copies
+                assert loop.follows
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin()
+                made = (ones + 1).sin()
+                with pytest.raises(RuntimeError, match="capture both together"):
+                    early.backward()
+                assert not loop.follows
+                graph.capture_end()
+                graph.replay()
+                assert torch.equal(made, (ones + 1).sin())
+                early.backward()
+                found = [[image(torch.zeros_like(w) if w.grad is None else w.grad) for w in work.weights]]
+            for weight in work.weights:
+                weight.grad = None
+            with session.step():
+                found.append(list(map(image, work.step(WORD))))
+            assert session.pool.stats().num_live == 0
+        assert found == expected
 
 
 # --- giving back: while a hook waits for the lock, and with an error in it

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,10 +20,15 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.step_program import KEPT
+from chameleon_mm.record.calls import Relied
 from chameleon_mm.swap import hook_lock
 from chameleon_mm.swap.hand_over import HandOver
 from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes
+from chameleon_mm.swap.host_copy import State
+from chameleon_mm.swap.recomputing import Recomputing
+from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.step_loop import Saved, Slot, StepLoop
+from chameleon_mm.swap.swap_ins import Rescue
 from tests._native import keep_first_plan
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
@@ -54,8 +60,8 @@ class Work:
         self.x = torch.randn(SIDE, SIDE, device=machine.torch_device)
         self.keeps, self.made = False, list[Tensor]()
         """True if the model keeps the result of each tanh; the results kept in the latest step."""
-        self.results: list[Tensor] | None = None
-        """What each letter made; None: it is not kept."""
+        self.after: Callable[[int, Tensor], object] = lambda number, x: None
+        """Called after each letter, with its number and what it made."""
 
     def step(self, word: str) -> list[Tensor]:
         # Not `torch.autograd.grad`: a thread of autograd's holds its result for a while after it returned. A step recorded in
@@ -69,7 +75,7 @@ class Work:
     def forward(self, word: str) -> Tensor:
         x, held = self.x, None
         self.made = []
-        for letter, weight in zip(word, self.weights * len(word), strict=False):
+        for number, (letter, weight) in enumerate(zip(word, self.weights * len(word), strict=False)):
             if letter == "m":
                 x = x @ weight
             elif letter == "t":
@@ -83,8 +89,7 @@ class Work:
                 x = x.exp().clamp(max=3)
             elif letter == "i":
                 x = (x * weight).relu_()
-            if self.results is not None:
-                self.results.append(x)
+            self.after(number, x)
         if self.keeps:
             self.made = [t.detach().clone() for t in self.made]  # read while what only autograd needs is away
         return x.sum() if held is None else x.sum() + held.mean()
@@ -338,10 +343,12 @@ def test_a_copy_under_way_as_a_capture_begins_is_waited_for_after_it(quiet: None
         ones = torch.ones(SIDE, SIDE, device="cuda")
         expected = plainly(OnCuda(), [WORD[:3], WORD])
         with planned(OnCuda()) as (work, session):
-            loop, work.results = session._executor.hand_over.loop, []
+            loop, results = session._executor.hand_over.loop, dict[int, Tensor]()
+            work.after = results.__setitem__
             with session.step():
-                out = work.forward(WORD[:8])
-                early, work.results = work.results[2].sum(), None
+                out, work.after = work.forward(WORD[:8]), lambda number, x: None
+                early = results[2].sum()
+                results.clear()
                 del out  # and with it what only its graph needs, under its copies
                 assert loop.follows
                 graph = torch.cuda.CUDAGraph()
@@ -361,6 +368,40 @@ def test_a_copy_under_way_as_a_capture_begins_is_waited_for_after_it(quiet: None
                 found.append(list(map(image, work.step(WORD))))
             assert session.pool.stats().num_live == 0
         assert found == expected
+
+
+@pytest.mark.parametrize("what", ["relied", "proof"])
+@pytest.mark.parametrize("machine_type", MACHINES)
+def test_a_record_that_recipes_rely_on_or_that_has_a_proof_is_the_executors_to_use(
+    what: str, machine_type: type[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a graph of an earlier step, which recomputed, shares a storage with this one."""
+
+    def hand_out(_: Rescue, relied: Relied, handle: Handle, saved: SavedStorage) -> None:
+        seen.append(saved)
+        relied.dependents.clear()
+
+    def prove(_: Recomputing, saved: SavedStorage, restore: object) -> None:
+        seen.append(saved)
+        saved.proof = None
+
+    keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
+    monkeypatch.setattr(Rescue, "hand_out", hand_out)
+    monkeypatch.setattr(Recomputing, "prove", prove)
+    seen, expected = list[SavedStorage](), plainly(machine_type(), [WORD])
+    with planned(machine_type()) as (work, session), session.step():
+        work.after = lambda number, x: number == 7 and session.report()  # what was saved before has a record
+        loss, way = work.forward(WORD), session._executor.director.way
+        assert session._executor.hand_over.loop.follows and way is not None
+        records: list[Any] = [saved for saved in way.storages.values() if saved.state is not State.RETIRED]
+        for saved in records:
+            saved.relied = Relied(dependents=[weakref.ref(saved)]) if what == "relied" else None
+            saved.proof = SimpleNamespace() if what == "proof" else None
+        loss.backward()
+        assert [[image(torch.zeros_like(w) if w.grad is None else w.grad) for w in work.weights]] == expected
+        assert set(seen) == set(records) and len(records) > 1
+        del records, saved
+        seen.clear()
 
 
 # --- giving back: while a hook waits for the lock, and with an error in it

@@ -271,14 +271,13 @@ class HandOver:
         if handle.saved_at != (way.epoch, hook):
             return None
         if type(handle) is KeptTensor:
-            is_relied_on = handle.relied is not None and handle.relied.dependents  # Note [Relied on]
-            return handle.tensor if handle.tensor._version == handle.expected and not is_relied_on else None
+            return handle.tensor if handle.tensor._version == handle.expected else None
         if type(handle) is not SwappedView or handle.saved.moved:
             return None
         saved = handle.claim.saved
         if saved.state is State.ON_HOST or saved.swap_in_failed or saved.gathered or saved.proof is not None:
             return None
-        if saved.relied is not None and saved.relied.dependents:
+        if saved.relied is not None and saved.relied.dependents:  # of an earlier step, which recomputed
             return None
         executor = self._executor()
         return None if executor is None else executor.restored(handle, self._compute)

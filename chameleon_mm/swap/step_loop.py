@@ -297,8 +297,8 @@ class StepLoop:
             handle.used_in = slot.arrivals
             t: Tensor | None = alias.detach()  # a new reference for each user: the use count then shows every holder
         elif type(handle) is KeptTensor:
-            t, relied = handle.tensor, handle.relied  # as `HandOver.use_record`, without a call
-            if handle.saved_at != (self._epoch, row.key) or t._version != handle.expected or (relied and relied.dependents):
+            t = handle.tensor  # as `HandOver.use_record`, without a call
+            if handle.saved_at != (self._epoch, row.key) or t._version != handle.expected:
                 return None
             if not self._run(row, hook, moves=False):
                 return None

@@ -25,9 +25,10 @@ from chameleon_mm.swap import hook_lock
 from chameleon_mm.swap.hand_over import HandOver
 from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes
 from chameleon_mm.swap.host_copy import State
+from chameleon_mm.swap.recipe import Reliance
 from chameleon_mm.swap.recomputing import Recomputing
 from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.step_loop import Saved, Slot, StepLoop
+from chameleon_mm.swap.step_loop import Saved, LoopSlot, StepLoop
 from chameleon_mm.swap.swap_ins import Rescue
 from tests._native import keep_first_plan
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
@@ -107,8 +108,8 @@ def plainly(machine: Machine, words: Sequence[str]) -> Steps:
     return [list(map(image, work.step(word))) for word in words]
 
 
-def with_little_room(device: Device) -> cm.SwapSession:
-    return cm.SwapSession(device.allocated_bytes() + ROOM, "64MiB", device, min_bytes=256, recompute=False)
+def with_little_room(device: Device, room: int = ROOM) -> cm.SwapSession:
+    return cm.SwapSession(device.allocated_bytes() + room, "64MiB", device, min_bytes=256, recompute=False)
 
 
 class Session:
@@ -173,7 +174,7 @@ def test_a_late_op_is_carried_out_at_the_next_hook_of_any_kind(monkeypatch: pyte
     in_loop, is_over = StepLoop._save, StepLoop._is_over
     held_back, done = False, 0
 
-    def is_over_later(loop: StepLoop, slot: Slot) -> bool:
+    def is_over_later(loop: StepLoop, slot: LoopSlot) -> bool:
         return not held_back and is_over(loop, slot)
 
     def save(loop: StepLoop, t: Tensor) -> KeptTensor | Saved | None:
@@ -270,14 +271,14 @@ def test_without_its_check_the_version_is_not_noticed(monkeypatch: pytest.Monkey
 
 
 @contextmanager
-def planned(machine: Machine) -> Iterator[tuple[Work, cm.SwapSession]]:
-    """A session whose next step follows a plan."""
+def planned(machine: Machine, word: str = WORD, room: int = ROOM) -> Iterator[tuple[Work, cm.SwapSession]]:
+    """A session whose next step of these letters follows a plan."""
     with machine.device.compute():
         work = Work(machine)
-        with with_little_room(machine.device) as session:
+        with with_little_room(machine.device, room) as session:
             for _ in range(STEPS - 1):
                 with session.step():
-                    work.step(WORD)
+                    work.step(word)
             yield work, session
 
 
@@ -298,7 +299,7 @@ def test_what_a_model_keeps_in_a_planned_step_is_not_emptied() -> None:
 
 
 def test_without_the_use_count_it_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slot, "is_alone", lambda slot: slot.storage is not None)
+    monkeypatch.setattr(LoopSlot, "is_alone", lambda slot: slot.storage is not None)
     with pytest.raises((RuntimeError, SimLifetimeError, SimRaceError, AssertionError)):
         test_what_a_model_keeps_in_a_planned_step_is_not_emptied()
 
@@ -319,8 +320,8 @@ def test_a_copy_holds_what_it_reads_though_the_graph_is_gone() -> None:
 
 
 def test_without_that_hold_the_source_is_freed_under_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nothing(dict[int, Slot]):
-        def __setitem__(self, number: int, slot: Slot) -> None: ...
+    class Nothing(dict[int, LoopSlot]):
+        def __setitem__(self, number: int, slot: LoopSlot) -> None: ...
 
         def __delitem__(self, number: int) -> None: ...
 
@@ -402,6 +403,37 @@ def test_a_record_that_recipes_rely_on_or_that_has_a_proof_is_the_executors_to_u
         assert set(seen) == set(records) and len(records) > 1
         del records, saved
         seen.clear()
+
+
+@pytest.mark.parametrize(("every", "goes_on"), [(8, True), (1, False)])
+@pytest.mark.parametrize("machine_type", MACHINES)
+def test_a_step_is_given_back_as_often_as_the_loop_was_worth_it(
+    every: int, goes_on: bool, machine_type: type[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
+    word = WORD * 6
+    expected = plainly(machine_type(), [word])
+    with planned(machine_type(), word, 2 * ROOM) as (work, session), session.step():
+        work.after = lambda number, x: number < 48 and number % every == every - 1 and session.report()
+        loss = work.forward(word)
+        assert session._executor.hand_over.loop.follows is goes_on
+        loss.backward()
+        assert [[image(torch.zeros_like(w) if w.grad is None else w.grad) for w in work.weights]] == expected
+
+
+@pytest.mark.parametrize("machine_type", MACHINES)
+def test_memory_of_a_rescue_while_the_loop_follows_is_no_growth(
+    machine_type: type[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the last handle of a source goes outside of hooks, in a graph of an earlier step, which recomputed."""
+    keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
+    monkeypatch.setattr(Rescue, "let_go", lambda rescue, reliance: rescue._budget.note_allocated(1 << 20))
+    with planned(machine_type()) as (work, session), session.step():
+        loss, loop = work.forward(WORD), session._executor.hand_over.loop
+        before = loop.taken
+        session._executor.has_ended(Reliance.__new__(Reliance))
+        assert loop.follows and loop.taken == before + (1 << 20)
+        loss.backward()
 
 
 # --- giving back: while a hook waits for the lock, and with an error in it

@@ -412,7 +412,9 @@ class Executor:
                 one = ended.popleft()
                 try:
                     if isinstance(one, Reliance):
+                        before = self.budget.taken_bytes
                         self.parts.rescue.let_go(one)
+                        self.hand_over.note_taken(self.budget.taken_bytes - before)
                     else:
                         self._retire_storage(one)
                 except BaseException as error:  # noqa: BLE001 - raised once the others are retired too

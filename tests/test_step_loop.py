@@ -28,7 +28,7 @@ from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.recipe import Reliance
 from chameleon_mm.swap.recomputing import Recomputing
 from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.step_loop import Saved, LoopSlot, StepLoop
+from chameleon_mm.swap.step_loop import LoopSlot, Saved, StepLoop
 from chameleon_mm.swap.swap_ins import Rescue
 from tests._native import keep_first_plan
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits

@@ -451,7 +451,7 @@ def test_a_step_that_recomputes_leaves_the_key_off() -> None:
         seen.append(is_on())
         with session.step():
             (x * 2).sin()
-            executor_of(session).leave_recorders()
+            executor_of(session).recording.leave_all()
             seen.append(is_on())
     assert seen[0]
     assert not any(seen[3:]), seen

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import chameleon_mm as cm
 from chameleon_mm.device import Device, MemoryReading
 from chameleon_mm.device.operators import _FORMULAS, OpCall, OpFacts, inner_bytes
-from chameleon_mm.plan.trace import Trace, TraceBuilder
+from chameleon_mm.plan.trace import TensorKind, Trace, TraceBuilder
 from chameleon_mm.plan.unswapped_memory import memory_curve, peak_memory
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.record.step_log import PricedTimes
@@ -394,3 +394,23 @@ def test_a_changing_sequence_passes_no_budget_once_its_steps_are_known(device: D
     assert [number for number, peak in enumerate(got.peaks) if peak > budget and not got.recorded[number]] == []
     assert got.report.plan_cache_hits >= 50
     assert got.seen == train(device, lengths, evaluates=True, eager=True).seen
+
+
+def test_a_reading_looks_at_what_has_died_and_not_at_all_that_was_there() -> None:
+    class Expected(dict[int, Any]):
+        def values(self) -> Any:
+            pytest.fail("all that was there before the step is looked at")
+
+        items = __iter__ = values
+
+    table = StorageTable(TraceBuilder(device="d", simulated=True, start_bytes=8 * 512), allocated_bytes=8 * 512)
+    before = [torch.empty(512, dtype=torch.uint8) for _ in range(8)]
+    for storage in [t.untyped_storage() for t in before]:
+        table.expect(storage, TensorKind.OPTIMIZER)
+    del storage
+    table._expected = Expected(table._expected)
+    for left in (7, 6, 5):
+        del before[2]
+        table.read(left * 512, (), fresh=False, tick=0)
+    assert [(traced.kind, traced.dead) for traced in table.traced] == [(TensorKind.OPTIMIZER, True)] * 3
+    assert len(table._expected) == 5

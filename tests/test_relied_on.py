@@ -9,8 +9,15 @@ The reference is torch alone.
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from contextlib import nullcontext
 
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from tests._mix_models import bits
 from tests._mixes import Proofs
 from tests._relied_on import (
     CASES,
@@ -23,11 +30,12 @@ from tests._relied_on import (
     Refused,
     Setting,
     complaint,
+    device_of,
     plainly,
     roomy,
     trained,
 )
-from tests._relied_on_programs import PROGRAMS, ActorCritic, Book, Program, UpdatedInBackward, When
+from tests._relied_on_programs import PROGRAMS, ActorCritic, Book, Program, UpdatedInBackward, When, waves
 
 pytestmark = pytest.mark.usefixtures("quiet", "short_search")
 
@@ -174,6 +182,44 @@ def test_a_write_on_cuda_changes_no_bit(name: str, when: When) -> None:
     settings: tuple[Setting, ...] = (*MIXES[1:3], Budget(SHARES[KINDS.index(name) % 5]))
     for setting in settings:
         assert problem(case, setting, "cuda") is None
+
+
+class TwoKinds(Program):
+    """Two kinds of step that begin alike. The one that writes drops what autograd saved of the tensor before its backward."""
+
+    def forward(self) -> Tensor:
+        h = self.embedded().float()
+        saved = h.sin()
+        loss = waves(h)
+        if not self.write:
+            return loss + saved.mean() + waves(self.embedded(1), (1.5, 2.5, 3.5, 4.5))
+        small = (self.weight * self.weight).sin().exp().sum()
+        with torch.no_grad():
+            h.mul_(0.5)
+        del saved
+        return loss + small
+
+
+@pytest.mark.usefixtures("each_watch")
+def test_a_step_that_turns_out_to_be_another_kind_is_watched_on_if_it_dropped_anything() -> None:
+    """The other kind recomputes nothing, and writes what the first kind's recipes rely on."""
+
+    def steps(model: Program, session: cm.SwapSession | None) -> Iterator[bytes]:
+        for number, writes in enumerate((False, True, False, False, False, True)):
+            with session.step() if session else nullcontext():
+                model.step(number, writes)
+            assert model.weight.grad is not None
+            yield bits(model.weight.grad)
+            model.weight.grad = None
+
+    torch.manual_seed(0)
+    expected, device = list(steps(TwoKinds(), None)), device_of("slowest")
+    torch.manual_seed(0)
+    with device.compute():
+        model = TwoKinds()
+        with cm.SwapSession(device.allocated_bytes() + (1300 << 10), "64MiB", device, min_bytes=1, model=model) as session:
+            assert list(steps(model, session)) == expected
+        assert session._executor.metrics.totals.recomputed > 0
 
 
 # --- what the programs are worth

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,10 +20,16 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.step_program import KEPT
+from chameleon_mm.record.calls import Relied
 from chameleon_mm.swap import hook_lock
 from chameleon_mm.swap.hand_over import HandOver
 from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes
-from chameleon_mm.swap.step_loop import Saved, Slot, StepLoop
+from chameleon_mm.swap.host_copy import State
+from chameleon_mm.swap.recipe import Reliance
+from chameleon_mm.swap.recomputing import Recomputing
+from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.step_loop import LoopSlot, Saved, StepLoop
+from chameleon_mm.swap.swap_ins import Rescue
 from tests._native import keep_first_plan
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
@@ -54,6 +61,8 @@ class Work:
         self.x = torch.randn(SIDE, SIDE, device=machine.torch_device)
         self.keeps, self.made = False, list[Tensor]()
         """True if the model keeps the result of each tanh; the results kept in the latest step."""
+        self.after: Callable[[int, Tensor], object] = lambda number, x: None
+        """Called after each letter, with its number and what it made."""
 
     def step(self, word: str) -> list[Tensor]:
         # Not `torch.autograd.grad`: a thread of autograd's holds its result for a while after it returned. A step recorded in
@@ -67,7 +76,7 @@ class Work:
     def forward(self, word: str) -> Tensor:
         x, held = self.x, None
         self.made = []
-        for letter, weight in zip(word, self.weights * len(word), strict=False):
+        for number, (letter, weight) in enumerate(zip(word, self.weights * len(word), strict=False)):
             if letter == "m":
                 x = x @ weight
             elif letter == "t":
@@ -81,6 +90,7 @@ class Work:
                 x = x.exp().clamp(max=3)
             elif letter == "i":
                 x = (x * weight).relu_()
+            self.after(number, x)
         if self.keeps:
             self.made = [t.detach().clone() for t in self.made]  # read while what only autograd needs is away
         return x.sum() if held is None else x.sum() + held.mean()
@@ -98,8 +108,8 @@ def plainly(machine: Machine, words: Sequence[str]) -> Steps:
     return [list(map(image, work.step(word))) for word in words]
 
 
-def with_little_room(device: Device) -> cm.SwapSession:
-    return cm.SwapSession(device.allocated_bytes() + ROOM, "64MiB", device, min_bytes=256, recompute=False)
+def with_little_room(device: Device, room: int = ROOM) -> cm.SwapSession:
+    return cm.SwapSession(device.allocated_bytes() + room, "64MiB", device, min_bytes=256, recompute=False)
 
 
 class Session:
@@ -164,7 +174,7 @@ def test_a_late_op_is_carried_out_at_the_next_hook_of_any_kind(monkeypatch: pyte
     in_loop, is_over = StepLoop._save, StepLoop._is_over
     held_back, done = False, 0
 
-    def is_over_later(loop: StepLoop, slot: Slot) -> bool:
+    def is_over_later(loop: StepLoop, slot: LoopSlot) -> bool:
         return not held_back and is_over(loop, slot)
 
     def save(loop: StepLoop, t: Tensor) -> KeptTensor | Saved | None:
@@ -261,14 +271,14 @@ def test_without_its_check_the_version_is_not_noticed(monkeypatch: pytest.Monkey
 
 
 @contextmanager
-def planned(machine: Machine) -> Iterator[tuple[Work, cm.SwapSession]]:
-    """A session whose next step follows a plan."""
+def planned(machine: Machine, word: str = WORD, room: int = ROOM) -> Iterator[tuple[Work, cm.SwapSession]]:
+    """A session whose next step of these letters follows a plan."""
     with machine.device.compute():
         work = Work(machine)
-        with with_little_room(machine.device) as session:
+        with with_little_room(machine.device, room) as session:
             for _ in range(STEPS - 1):
                 with session.step():
-                    work.step(WORD)
+                    work.step(word)
             yield work, session
 
 
@@ -289,7 +299,7 @@ def test_what_a_model_keeps_in_a_planned_step_is_not_emptied() -> None:
 
 
 def test_without_the_use_count_it_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slot, "is_alone", lambda slot: slot.storage is not None)
+    monkeypatch.setattr(LoopSlot, "is_alone", lambda slot: slot.storage is not None)
     with pytest.raises((RuntimeError, SimLifetimeError, SimRaceError, AssertionError)):
         test_what_a_model_keeps_in_a_planned_step_is_not_emptied()
 
@@ -310,8 +320,8 @@ def test_a_copy_holds_what_it_reads_though_the_graph_is_gone() -> None:
 
 
 def test_without_that_hold_the_source_is_freed_under_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nothing(dict[int, Slot]):
-        def __setitem__(self, number: int, slot: Slot) -> None: ...
+    class Nothing(dict[int, LoopSlot]):
+        def __setitem__(self, number: int, slot: LoopSlot) -> None: ...
 
         def __delitem__(self, number: int) -> None: ...
 
@@ -324,6 +334,106 @@ def test_without_that_hold_the_source_is_freed_under_its_copy(monkeypatch: pytes
     monkeypatch.setattr(StepLoop, "_begin", begun)
     with pytest.raises((SimLifetimeError, SimRaceError)):
         drop_a_graph_under_its_copies()
+
+
+@pytest.mark.gpu
+def test_a_copy_under_way_as_a_capture_begins_is_waited_for_after_it(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that waited for work from before it would be lost. Its refused backward gives the step back in the middle."""
+    keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ones = torch.ones(SIDE, SIDE, device="cuda")
+        expected = plainly(OnCuda(), [WORD[:3], WORD])
+        with planned(OnCuda()) as (work, session):
+            loop, results = session._executor.hand_over.loop, dict[int, Tensor]()
+            work.after = results.__setitem__
+            with session.step():
+                out, work.after = work.forward(WORD[:8]), lambda number, x: None
+                early = results[2].sum()
+                results.clear()
+                del out  # and with it what only its graph needs, under its copies
+                assert loop.follows
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin()
+                made = (ones + 1).sin()
+                with pytest.raises(RuntimeError, match="capture both together"):
+                    early.backward()
+                assert not loop.follows
+                graph.capture_end()
+                graph.replay()
+                assert torch.equal(made, (ones + 1).sin())
+                early.backward()
+                found = [[image(torch.zeros_like(w) if w.grad is None else w.grad) for w in work.weights]]
+            for weight in work.weights:
+                weight.grad = None
+            with session.step():
+                found.append(list(map(image, work.step(WORD))))
+            assert session.pool.stats().num_live == 0
+        assert found == expected
+
+
+@pytest.mark.parametrize("what", ["relied", "proof"])
+@pytest.mark.parametrize("machine_type", MACHINES)
+def test_a_record_that_recipes_rely_on_or_that_has_a_proof_is_the_executors_to_use(
+    what: str, machine_type: type[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a graph of an earlier step, which recomputed, shares a storage with this one."""
+
+    def hand_out(_: Rescue, relied: Relied, handle: Handle, saved: SavedStorage) -> None:
+        seen.append(saved)
+        relied.dependents.clear()
+
+    def prove(_: Recomputing, saved: SavedStorage, restore: object) -> None:
+        seen.append(saved)
+        saved.proof = None
+
+    keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
+    monkeypatch.setattr(Rescue, "hand_out", hand_out)
+    monkeypatch.setattr(Recomputing, "prove", prove)
+    seen, expected = list[SavedStorage](), plainly(machine_type(), [WORD])
+    with planned(machine_type()) as (work, session), session.step():
+        work.after = lambda number, x: number == 7 and session.report()  # what was saved before has a record
+        loss, way = work.forward(WORD), session._executor.director.way
+        assert session._executor.hand_over.loop.follows and way is not None
+        records: list[Any] = [saved for saved in way.storages.values() if saved.state is not State.RETIRED]
+        for saved in records:
+            saved.relied = Relied(dependents=[weakref.ref(saved)]) if what == "relied" else None
+            saved.proof = SimpleNamespace() if what == "proof" else None
+        loss.backward()
+        assert [[image(torch.zeros_like(w) if w.grad is None else w.grad) for w in work.weights]] == expected
+        assert set(seen) == set(records) and len(records) > 1
+        del records, saved
+        seen.clear()
+
+
+@pytest.mark.parametrize(("every", "goes_on"), [(8, True), (1, False)])
+@pytest.mark.parametrize("machine_type", MACHINES)
+def test_a_step_is_given_back_as_often_as_the_loop_was_worth_it(
+    every: int, goes_on: bool, machine_type: type[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
+    word = WORD * 6
+    expected = plainly(machine_type(), [word])
+    with planned(machine_type(), word, 2 * ROOM) as (work, session), session.step():
+        work.after = lambda number, x: number < 48 and number % every == every - 1 and session.report()
+        loss = work.forward(word)
+        assert session._executor.hand_over.loop.follows is goes_on
+        loss.backward()
+        assert [[image(torch.zeros_like(w) if w.grad is None else w.grad) for w in work.weights]] == expected
+
+
+@pytest.mark.parametrize("machine_type", MACHINES)
+def test_memory_of_a_rescue_while_the_loop_follows_is_no_growth(
+    machine_type: type[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the last handle of a source goes outside of hooks, in a graph of an earlier step, which recomputed."""
+    keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
+    monkeypatch.setattr(Rescue, "let_go", lambda rescue, reliance: rescue._budget.note_allocated(1 << 20))
+    with planned(machine_type()) as (work, session), session.step():
+        loss, loop = work.forward(WORD), session._executor.hand_over.loop
+        before = loop.taken
+        session._executor.has_ended(Reliance.__new__(Reliance))
+        assert loop.follows and loop.taken == before + (1 << 20)
+        loss.backward()
 
 
 # --- giving back: while a hook waits for the lock, and with an error in it

@@ -222,7 +222,7 @@ class SwapSession:
         try:
             # Before the device's own dispatch mode is left: torch removes the innermost mode.
             if not sys.is_finalizing():  # torch's modules may be gone by then, and no operator runs any more
-                self._executor.leave_recorders()
+                self._executor.recording.leave_all()
                 self._history.end_peak()  # memory that comes back as the session ends does not count for its peak
                 # Then at once: hooks must not outlive the block. Hooks of a thread that ended are gone with it.
                 if self._thread is here:

@@ -174,6 +174,8 @@ class StorageTable:
         self._num_expected = 0
         self._gone: list[_Expected] = []
         """Expected storages that died, and whose id another storage has."""
+        self._expected_dead: deque[int] = deque()
+        """Ids of expected storages that died since this was last asked."""
         self._deaths: deque[_Ref] = deque()
         self._retired: deque[TracedStorage] = deque()
         self._emptied: deque[TracedStorage] = deque()
@@ -196,7 +198,10 @@ class StorageTable:
             traced.kind = kind
         else:
             self._take_expected(storage)
-            self._expected[id(storage)] = _Expected(weakref.ref(storage), storage.nbytes(), kind, self._num_expected)
+            key, dead = id(storage), self._expected_dead.append
+            self._expected[key] = _Expected(
+                weakref.ref(storage, lambda _: dead(key)), storage.nbytes(), kind, self._num_expected
+            )
             self._num_expected += 1
 
     def find(self, storage: torch.UntypedStorage) -> TracedStorage | None:
@@ -344,8 +349,8 @@ class StorageTable:
 
     def forget(self) -> None:
         for watched in (
-            self._refs, self._held, self._held_after_use, self._expected, self._gone, self._deaths, self._retired,
-            self._emptied,
+            self._refs, self._held, self._held_after_use, self._expected, self._gone, self._expected_dead, self._deaths,
+            self._retired, self._emptied,
         ):  # fmt: skip
             watched.clear()
 
@@ -403,9 +408,11 @@ class StorageTable:
 
     def _record_unseen_deaths(self, nbytes: int) -> None:
         """Record that `nbytes` from before the step are gone: expected storages that died, and beyond that unknown memory."""
-        gone = self._gone + [expected for expected in self._expected.values() if expected.ref() is None]
-        self._gone = []
-        self._expected = {key: expected for key, expected in self._expected.items() if expected.ref() is not None}
+        gone, self._gone = self._gone, []
+        while self._expected_dead:
+            key = self._expected_dead.popleft()
+            if (of_key := self._expected.get(key)) is not None and of_key.ref() is None:
+                gone.append(self._expected.pop(key))
         for expected in sorted(gone, key=lambda expected: expected.rank):
             charged = allocated_size(expected.nbytes)
             if charged <= nbytes:

@@ -170,6 +170,7 @@ class Executor:
 
     def save(self, t: Tensor) -> Handle:
         """Save hook: return the handle that autograd holds instead of `t`. A tensor of an unknown kind is kept as it is."""
+        self.hook_counts.saves += 1
         if self.recording.is_over:
             return self._save(t, is_hook=True)
         with self.recording.paused():
@@ -179,6 +180,7 @@ class Executor:
 
     def use(self, handle: Handle) -> Tensor:
         """Use hook: return the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
+        self.hook_counts.uses += 1
         if self.recording.is_over:
             return self._use(handle, is_hook=True)
         with self.recording.paused():
@@ -389,10 +391,6 @@ class Executor:
         self.metrics.end_step(kind, compute)
         return kind
 
-    def leave_recorders(self) -> None:
-        """Leave the recorder of a step that has not ended, and recorders that autograd has put back after they were left."""
-        self.recording.leave_all()
-
     def raise_late_error(self) -> None:
         """Raise the oldest error of a finaliser that was not raised yet, if there is one."""
         self.hook_lock.raise_oldest()
@@ -412,7 +410,9 @@ class Executor:
                 one = ended.popleft()
                 try:
                     if isinstance(one, Reliance):
+                        before = self.budget.taken_bytes
                         self.parts.rescue.let_go(one)
+                        self.hand_over.note_taken(self.budget.taken_bytes - before)
                     else:
                         self._retire_storage(one)
                 except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
@@ -551,17 +551,7 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     """Both hooks of an executor, whose director is set. Dynamo compiles neither the hooks nor the functions that they call."""
     if not executor.director.plans:
         return uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
-    counts, save, use = executor.hook_counts, executor.save, executor.use
-
-    def planned_save(t: Tensor) -> Handle:
-        counts.saves += 1
-        return save(t)
-
-    def planned_use(handle: Handle) -> Tensor:
-        counts.uses += 1
-        return use(handle)
-
-    return executor.hand_over.hooks(uncompiled(planned_save), uncompiled(planned_use))
+    return executor.hand_over.hooks(uncompiled(executor.save), uncompiled(executor.use))
 
 
 def _save_hook(executor: Executor) -> _Save:
@@ -574,7 +564,6 @@ def _save_hook(executor: Executor) -> _Save:
     device = executor.device
 
     def save(t: Tensor) -> Handle:
-        counts.saves += 1
         if not recording.is_over or (num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
             return executor_save(t)
         reason = reason_to_stay(t, device, protected, min_bytes)
@@ -582,6 +571,7 @@ def _save_hook(executor: Executor) -> _Save:
             return executor_save(t)
         with lock:
             if not (outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors):
+                counts.saves += 1
                 totals.kept_by_reason[reason] += 1
                 return KeptTensor(t, by_reference=reason == "parameter")
         return executor_save(t)
@@ -594,8 +584,8 @@ def _use_hook(executor: Executor) -> _Use:
     counts, recording, executor_use = executor.hook_counts, executor.recording, executor.use
 
     def use(handle: Handle) -> Tensor:
-        counts.uses += 1
         if recording.is_over and type(handle) is KeptTensor and (t := handle.tensor)._version == handle.expected:
+            counts.uses += 1
             return t
         return executor_use(handle)
 

@@ -55,7 +55,9 @@ ARENA_BYTES = 16 * MIB
 """Bytes of host memory that are taken at once, for storages that are copied out one after the other."""
 
 MOST_ENTRIES = 4
-"""Times that the loop takes the hooks of one step: entering and giving back cost as much as a dozen hooks."""
+"""Times that the loop takes the hooks of one step and does fewer than `WORTH_HOOKS`: entering and giving back cost as much."""
+
+WORTH_HOOKS = 12
 
 _NOTHING = nullcontext()
 _STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
@@ -95,7 +97,7 @@ class HandOver:
         """Host memory of the copies that the loop has, by group."""
         self._compute: Any = None
         self._entries = (-1, 0)
-        """The latest step, and how often the loop took its hooks."""
+        """The latest step, and how often the loop took its hooks for a few of them."""
         self._entered: tuple[Way, Director, LatestHook] | None = None
         self._since, self._next_index, self._is_record = -1, 0, list[bool]()
         """The hook behind which the loop took over, and the number of the next storage then; by storage, whether it has, or
@@ -190,6 +192,11 @@ class HandOver:
             row.kind == USE for row in entered[0].program.rows[self._since + 1 : self.loop.hook + 1]
         )
 
+    def note_taken(self, nbytes: int) -> None:
+        """Count memory that the executor took while the loop may follow as no growth of the model."""
+        if self.loop.follows:
+            self.loop.taken += nbytes
+
     def forget(self) -> None:
         """Forget the step that has ended."""
         self.loop.hook = -1
@@ -271,14 +278,13 @@ class HandOver:
         if handle.saved_at != (way.epoch, hook):
             return None
         if type(handle) is KeptTensor:
-            is_relied_on = handle.relied is not None and handle.relied.dependents  # Note [Relied on]
-            return handle.tensor if handle.tensor._version == handle.expected and not is_relied_on else None
+            return handle.tensor if handle.tensor._version == handle.expected else None
         if type(handle) is not SwappedView or handle.saved.moved:
             return None
         saved = handle.claim.saved
         if saved.state is State.ON_HOST or saved.swap_in_failed or saved.gathered or saved.proof is not None:
             return None
-        if saved.relied is not None and saved.relied.dependents:
+        if saved.relied is not None and saved.relied.dependents:  # of an earlier step, which recomputed
             return None
         executor = self._executor()
         return None if executor is None else executor.restored(handle, self._compute)
@@ -307,6 +313,8 @@ class HandOver:
         assert executor is not None and entered is not None
         way, director, latest = entered
         self._entered = None
+        if numbers.hook - self._since >= WORTH_HOOKS:
+            self._entries = way.epoch, self._entries[1] - 1
         way.at(numbers.hook)
         way.late = [tuple(op) for op in given["late"]]
         latest.numbers[latest.thread] = numbers.operators

@@ -1,7 +1,7 @@
 """States of a saved storage, and its copy on the host from the moment its copy out is queued.
 
 copy = HostCopy.begin(block, source, start, saves, after, context, at_once=False)   # queues the copy out
-copy.issue_out(nbytes); copy.is_complete; copy.cancel_out(); copy.truncate_out()
+copy.issue_out(nbytes); copy.is_complete
 copy.begin_back(destination, start, compute, at_once=False)                         # queues the copy back
 copy.arrive(compute, tensor, prefetched=True); copy.settle_back(stream, nbytes); copy.release()
 """
@@ -158,14 +158,6 @@ class HostCopy:
             self.context.metrics.warn(_log, refused, nbytes, str(error))
             return None
 
-    def cancel_out(self) -> bool:
-        """Cancel the copy out, if nothing of it was handed over. Returns True if there is none now."""
-        return self.out.failed or self.context.out_queue.cancel(self.out)
-
-    def truncate_out(self) -> None:
-        """Drop the pieces of the copy out that were not handed over: the bytes are not needed any more."""
-        self.context.metrics.totals.bytes_swapped_out -= self.context.out_queue.truncate(self.out)
-
     # --- back
 
     def begin_back(self, destination: torch.UntypedStorage, start: int, compute: Stream, *, at_once: bool) -> bool:
@@ -185,11 +177,6 @@ class HostCopy:
         self.back, self.arrived_on = back, None
         context.metrics.moved(back, "in", back.nbytes)
         return True
-
-    @property
-    def back_failed(self) -> bool:
-        """True if the copy back was refused after it was queued."""
-        return self.back is not None and self.back.failed
 
     def arrive(self, compute: Stream, tensor: int | None, *, prefetched: bool) -> None:
         """Order `compute` after the copy back, for a use of a plan's tensor `tensor`. `prefetched`: begun before this use."""

@@ -211,7 +211,7 @@ class Proof(NamedTuple):
     """Called with the reason if the recipe could not be tried."""
 
 
-class Slot(NamedTuple):
+class Hole(NamedTuple):
     """Argument of a call: its place among the storages of a replay, instead of a tensor."""
 
     place: int
@@ -293,12 +293,12 @@ class Recipe:
     ) -> None:
         operation = step.operation
 
-        def tensor(slot: Slot) -> Tensor:
-            storage = at[slot.place]
+        def tensor(hole: Hole) -> Tensor:
+            storage = at[hole.place]
             assert storage is not None
-            return slot.geometry.over(storage)
+            return hole.geometry.over(storage)
 
-        args, kwargs = (map_leaves(given, Slot, tensor) for given in (step.args, step.kwargs))
+        args, kwargs = (map_leaves(given, Hole, tensor) for given in (step.args, step.kwargs))
         with applied(operation.settings), _random_state(operation):
             out = operation.func(*args, **kwargs)
         tensors = {True: tensors_of(out), False: written_tensors(operation.facts, args, kwargs)}
@@ -407,10 +407,10 @@ def _refusal(value: Value, refuse: Refuse, *, is_result: bool) -> Refusal | None
 
 
 def _step(call: Call, places: dict[int, int], makes: list[tuple[Result, int]]) -> Step:
-    def slot(argument: Argument) -> Slot:
-        return Slot(places[id(argument.value)], argument.geometry)
+    def hole(argument: Argument) -> Hole:
+        return Hole(places[id(argument.value)], argument.geometry)
 
-    args, kwargs = (map_leaves(given, Argument, slot) for given in (call.args, call.kwargs))
+    args, kwargs = (map_leaves(given, Argument, hole) for given in (call.args, call.kwargs))
     return Step(call.operation, args, kwargs, makes, [])
 
 
@@ -418,7 +418,7 @@ def _note_last_reads(steps: Sequence[Step], result: int) -> None:
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
         named = [place for _, place in step.makes]
-        named += [slot.place for slot in leaves_of((step.args, step.kwargs), Slot)]
+        named += [hole.place for hole in leaves_of((step.args, step.kwargs), Hole)]
         for place in named:
             last[place] = number
     for place, number in last.items():

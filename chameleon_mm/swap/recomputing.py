@@ -197,6 +197,8 @@ class Recomputing:
         """True if the step, under any plan, takes another time than the plan says."""
         self.watch: AnyWatch | None = None
         """Watch of the running step's forward; None: nothing is recomputed in this step."""
+        self._has_recipes = False
+        """True if recipes rely on this step's tensors: its writes are watched to the end of forward."""
         self._held: dict[int, tuple[Value, Claim]] = {}
         """Values that recipes of this step may need, each with the claim that keeps its bytes, by the value's id."""
         self._held_sources: dict[int, tuple[Value, Source]] = {}
@@ -215,7 +217,7 @@ class Recomputing:
         without `before_write`: then nothing is recomputed in the step."""
         if self._followed is not None:  # the previous step did not end
             self.end()
-        self._followed, self._is_untypical = followed, False
+        self._followed, self._is_untypical, self._has_recipes = followed, False, False
         if before_write is not None:
             self.watch = watch_calls(self._device, before_write)
             self.watch.after_forward = self._held.clear  # recipes hold what they need
@@ -226,7 +228,7 @@ class Recomputing:
         """Follow the current plan: at any hook the step may turn out to be another one."""
         followed, watch = self._followed, self.watch
         plan = None if followed is None else followed.recompute
-        if watch is not None and followed is not None and not followed.may_recompute:
+        if watch is not None and followed is not None and not followed.may_recompute and not self._has_recipes:
             watch.is_over = True
             self._held.clear()
         if plan is not self._plan:
@@ -344,6 +346,7 @@ class Recomputing:
             return WAITS
         if saved.device is None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)  # memory was short for a copy of a source
+        self._has_recipes = True
         if number not in plan.proven:
             self._streams.join_all(saved.slot.alloc_stream)  # the checksum comes after the writes
             saved.proof = Proof(recipe, self._original(saved, recipe), partial(plan.note_refusal, number))

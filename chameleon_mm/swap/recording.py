@@ -83,8 +83,8 @@ class Recording:
             watch.__enter__()
 
     def leave_all(self) -> None:
-        """Leave all modes of the step that are on this thread's stack, before an earlier one is left. torch stores for each
-        mode what was on when it was entered, and restores that when the mode is left."""
+        """Leave all modes of the step, also of one that has not ended, that are on this thread's stack, before an earlier one
+        is left. torch stores for each mode what was on when it was entered, and restores that when the mode is left."""
         mode = self.recorder or self.watch
         if mode is not None and self._entered and (isinstance(mode, CallNotes) or is_on(mode)):
             self._leave(mode)

@@ -329,7 +329,8 @@ class SavedStorage:
         """Cancel a copy out of which nothing was handed over, as a use is next. Returns True if it was cancelled."""
         assert self.copy is not None
         self.take_back()
-        if self.state is not State.SWAPPING_OUT or not self.copy.cancel_out():
+        out, queue = self.copy.out, self._context.out_queue
+        if self.state is not State.SWAPPING_OUT or not (out.failed or queue.cancel(out)):
             return False
         self._undo_swap_out()
         return True
@@ -398,7 +399,8 @@ class SavedStorage:
     @property
     def swap_in_failed(self) -> bool:
         """True if its copy back was refused after it was queued: it is still on the host."""
-        return self.state is State.SWAPPING_IN and self.copy is not None and self.copy.back_failed
+        copy = self.copy
+        return self.state is State.SWAPPING_IN and copy is not None and copy.back is not None and copy.back.failed
 
     def drop_restored(self) -> bool:
         """Let the device memory go without a copy, as its bytes are elsewhere too. Returns True if it went. Else it goes at a
@@ -432,7 +434,8 @@ class SavedStorage:
         try:
             if self.state is State.SWAPPING_OUT and not self.cancel_swap_out():
                 assert self.copy is not None
-                self.copy.truncate_out()
+                # Pieces that were not handed over are dropped: the bytes are not needed any more.
+                self._context.metrics.totals.bytes_swapped_out -= self._context.out_queue.truncate(self.copy.out)
                 self.copy.release()
                 return
             if self.state is State.SWAPPING_IN:

@@ -63,7 +63,7 @@ class Program(NamedTuple):
     offset: Sequence[int]
 
 
-class Slot:
+class LoopSlot:
     """A saved storage that the loop moves. Its handles, and a copy under way, hold it; the loop refers to it weakly."""
 
     __slots__ = (
@@ -114,7 +114,7 @@ class Saved:
         "version",
     )  # fmt: skip
 
-    def __init__(self, t: Tensor, slot: Slot, hook: int) -> None:
+    def __init__(self, t: Tensor, slot: LoopSlot, hook: int) -> None:
         self.alias, self.version, self.hook, self.slot = t.detach(), t._version, hook, slot
         self.tensor = weakref.ref(t)
         self.counter = self.tensor if (base := t._base) is None else weakref.ref(base)
@@ -123,7 +123,7 @@ class Saved:
         self.name, self.node_number = ("", -1) if node is None else (node.name(), node._sequence_nr())
         self.output_nr = t.output_nr
         self.used_in = -1
-        """`Slot.arrivals` at its last use."""
+        """`LoopSlot.arrivals` at its last use."""
         self.python: Any = None
         """The executor's handle, once it has it."""
 
@@ -172,20 +172,20 @@ class StepLoop:
         self.peak = self.seen = 0
         self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
         self._read_memory = device.memory_reader()
-        self._abandoned: list[Slot] = []
+        self._abandoned: list[LoopSlot] = []
         """Slots without a handle whose copy was under way as a capture began."""
         self._begin()
 
     def _begin(self, num_storages: int = 0) -> None:
-        self._slots: list[Callable[[], Slot | None] | None] = [None] * num_storages
-        self._by_storage: dict[int, Callable[[], Slot | None]] = {}
+        self._slots: list[Callable[[], LoopSlot | None] | None] = [None] * num_storages
+        self._by_storage: dict[int, Callable[[], LoopSlot | None]] = {}
         """By the id of the storage."""
-        self._under_copy: dict[int, Slot] = {}
+        self._under_copy: dict[int, LoopSlot] = {}
         """Slots with a copy under way that compute does not wait for yet."""
         self._saves: list[weakref.ref[Saved]] = []
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that never left, by number."""
-        self._arenas: dict[int, tuple[Tensor, list[weakref.ref[Slot]]]] = {}
+        self._arenas: dict[int, tuple[Tensor, list[weakref.ref[LoopSlot]]]] = {}
         """By group: host memory, and the slots with a copy there."""
         self._late: list[Op] = []
         """Ops of earlier hooks: their storages' saving operators were not over. `_later`: those of this hook."""
@@ -269,7 +269,7 @@ class StepLoop:
         if self._is_record[number]:
             return self._python["save_record"](t, hook)
         if is_first:
-            slot = Slot(storage, number)
+            slot = LoopSlot(storage, number)
             self._slots[number] = self._by_storage[key] = weakref.ref(slot)
             self._storages[number] = weakref.ref(storage)
         if slot is None or slot.storage is not storage or (slot.state != ON_DEVICE and not slot.includes(t)):
@@ -297,8 +297,8 @@ class StepLoop:
             handle.used_in = slot.arrivals
             t: Tensor | None = alias.detach()  # a new reference for each user: the use count then shows every holder
         elif type(handle) is KeptTensor:
-            t, relied = handle.tensor, handle.relied  # as `HandOver.use_record`, without a call
-            if handle.saved_at != (self._epoch, row.key) or t._version != handle.expected or (relied and relied.dependents):
+            t = handle.tensor  # as `HandOver.use_record`, without a call
+            if handle.saved_at != (self._epoch, row.key) or t._version != handle.expected:
                 return None
             if not self._run(row, hook, moves=False):
                 return None
@@ -362,11 +362,11 @@ class StepLoop:
         self._later += late
         return []
 
-    def _is_over(self, slot: Slot) -> bool:
+    def _is_over(self, slot: LoopSlot) -> bool:
         """True if the operator that saved it last is over, as `SwapOuts.is_over`. Note [Swap-out]."""
         return slot.operators < (sequence_nr() if get_ident() == self._home else self.operators)
 
-    def _out_of(self, slot: Slot, nbytes: int) -> bool:
+    def _out_of(self, slot: LoopSlot, nbytes: int) -> bool:
         """Begin the copy out, unless it would be of no use. Returns False if the host has no memory for it."""
         if slot.storage.nbytes() != nbytes or not slot.has_unwritten():
             return True
@@ -377,7 +377,7 @@ class StepLoop:
         self.bytes_swapped_out += nbytes
         return True
 
-    def _has_place(self, slot: Slot) -> bool:
+    def _has_place(self, slot: LoopSlot) -> bool:
         """Have host memory for the copy. Returns False if there is none."""
         group, arenas = self._group[slot.number], self._arenas
         if group not in arenas:
@@ -393,7 +393,7 @@ class StepLoop:
         users.append(weakref.ref(slot))
         return True
 
-    def _copy(self, slot: Slot, *, out: bool) -> None:
+    def _copy(self, slot: LoopSlot, *, out: bool) -> None:
         """Hand over the copy out or back, behind all work of compute. Raises `RefusedCopy`."""
         # Note [Swap-out], [Swap-in]: what wrote or used the memory last -> the copy
         stream, compute, storage = self._out if out else self._back, self._compute, slot.storage
@@ -412,7 +412,7 @@ class StepLoop:
             raise RefusedCopy(str(error)) from None
         self._under_copy[slot.number] = slot
 
-    def _wait(self, slot: Slot, direction: Direction) -> None:
+    def _wait(self, slot: LoopSlot, direction: Direction) -> None:
         """Order compute after the latest copy of a storage."""
         if not self._timed:
             self._compute.wait(slot.done)
@@ -422,7 +422,7 @@ class StepLoop:
             self._metrics.wait(self._compute, slot.done, direction, slot.number, prefetched=direction == "in")
         del self._under_copy[slot.number]
 
-    def _let_go(self, slot: Slot) -> None:
+    def _let_go(self, slot: LoopSlot) -> None:
         """Let the memory go, as the host has the bytes. If others refer to the storage, each hook tries again."""
         if slot.is_alone():
             self._empty(slot)
@@ -430,7 +430,7 @@ class StepLoop:
             slot.state = RESTORED
             self._later.append((RELEASE, slot.number, self._nbytes[slot.number]))
 
-    def _empty(self, slot: Slot) -> None:
+    def _empty(self, slot: LoopSlot) -> None:
         self._compute.resize(slot.storage, 0)
         slot.state = ON_HOST
         self._storages.pop(slot.number, None)
@@ -443,7 +443,7 @@ class StepLoop:
             elif (ref := self._slots[number]) is not None and (slot := ref()) is not None and slot.state == ON_HOST:
                 self._copy_back(slot, self._nbytes[number])
 
-    def _copy_back(self, slot: Slot, nbytes: int) -> None:
+    def _copy_back(self, slot: LoopSlot, nbytes: int) -> None:
         try:
             self._compute.resize(slot.storage, nbytes)
         except torch.OutOfMemoryError:

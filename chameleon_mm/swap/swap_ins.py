@@ -132,7 +132,7 @@ class SwapIns:
         if saved.state is State.ON_HOST:
             # If the plan brings the storage back at this hook, its growth until the next check has these bytes already.
             way = self._budget.way
-            is_planned = way is not None and saved.number is not None and way.has(saved.number)
+            is_planned = way is not None and (way.hook, saved.number) in way.program.backs
             self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)

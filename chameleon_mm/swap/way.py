@@ -64,7 +64,3 @@ class Way:
         """Continue after `hook`: the loop has run all rows up to it."""
         self.at(hook)
         self._next = hook + 1
-
-    def has(self, number: int) -> bool:
-        """True if the plan has room for the copy back of its storage of that number, at this hook."""
-        return (self.hook, number) in self.program.backs

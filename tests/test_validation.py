@@ -33,8 +33,8 @@ def ratio_now(row: dict[str, Any]) -> float:
 def peak_now(row: dict[str, Any]) -> float:
     name, _, unit, *_ = row["peak"]
     outcome = predicted(name)
-    counted = outcome.peak_bytes - (outcome.parameter_bytes if unit.endswith("above") else 0)
-    return counted / (GIB if unit == "GiB" else 1e9)
+    on_device = outcome.peak_bytes - (outcome.parameter_bytes if unit.endswith("above") else 0)
+    return (outcome.host_bytes if unit.endswith("on the host") else on_device) / (GIB if unit == "GiB" else 1e9)
 
 
 def off(row: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -106,4 +106,4 @@ def test_there_are_rows_enough_and_none_that_is_off_is_left_without_a_reason() -
     for row in ROWS:
         ratio, peak = off(row)
         is_off = abs(ratio or 0.0) > NEAR_RATIO or abs(peak or 0.0) > NEAR_PEAK
-        assert is_off == bool(row.get("why")), row
+        assert row.get("why") or not is_off, row

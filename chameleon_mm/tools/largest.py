@@ -122,14 +122,15 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
     low, high = _search(partial(_try, request_of, recompute), by)
     if low is None and high.bound is Bound.MODEL:
         raise ModelUnusable(high.said)
-    size, run, ways = None if low is None else low.size, None, ()
+    size, run, ways = None if low is None else low.size, None, list[Way]()
     if size is not None and (request := request_of(size)).swapped:
         size, run, high = _run_at(size, high, request_of, by)
     elif size is not None:
         budgets = request.hbm_budget_bytes, request.host_budget_bytes
-        ways = predict(record(request), request.spec, *budgets, recompute).ways[:2]
+        prediction = predict(record(request), request.spec, *budgets, recompute)
+        ways += prediction.ways[:2] if prediction.infeasible is None else ()
     named = {name: getattr(request_of(by), name) for name in ("hbm_budget_bytes", "host_budget_bytes")}
-    return Largest(what=what, size=size, next=high, run=run, ways=ways, **named)
+    return Largest(what=what, size=size, next=high, run=run, ways=tuple(ways), **named)
 
 
 def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by: int) -> tuple[int | None, SessionRun, Tried]:

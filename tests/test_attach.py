@@ -7,6 +7,7 @@ import io
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -578,7 +579,8 @@ class Reader(nn.Module):
 
     def forward(self, input_ids: Any, attention_mask: Tensor | None = None) -> Tensor:
         ids = input_ids["input_ids"] if isinstance(input_ids, dict) else input_ids
-        return self.layers(self.table(ids).flatten(0, 1)).sum()
+        total: Tensor = self.layers(self.table(ids).flatten(0, 1)).sum()
+        return total
 
 
 def test_the_tokens_of_all_micro_batches_are_counted_and_no_evaluations(sim: cm.SimDevice) -> None:
@@ -589,8 +591,8 @@ def test_the_tokens_of_all_micro_batches_are_counted_and_no_evaluations(sim: cm.
         ids = [torch.zeros(2, length, dtype=torch.int64) for length in (8, 5, 3)]
         with cm.attach(model, device=sim, progress=told.append) as swap:
             for calls in (
-                [lambda: model(ids[0]), lambda: model(input_ids=ids[1], attention_mask=mask)],
-                [lambda: model({"input_ids": ids[2]})],
+                [partial(model, ids[0]), partial(model, input_ids=ids[1], attention_mask=mask)],
+                [partial(model, {"input_ids": ids[2]})],
             ):
                 for call in calls:
                     call().backward()

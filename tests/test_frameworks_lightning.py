@@ -244,7 +244,8 @@ def test_loggers_and_metrics_of_the_trainer_have_the_figures_of_each_step(tmp_pa
     ]
     swap, texts = SwapCallback(**swapping("500KiB")), Kept()
     trainer = Trainer(**{**options, "logger": texts}, callbacks=[swap])
-    trainer.fit(Texts(), DataLoader(torch.arange(64 * 48).reshape(64, 48) % 32, 4))
+    rows: Any = torch.arange(64 * 48).reshape(64, 48) % 32
+    trainer.fit(Texts(), DataLoader(rows, 4))
     assert [figures.tokens for figures in swap.report().step_figures] == [2 * 4 * 48] * 3
     assert [metrics["swap_tokens_per_s"] for metrics in texts.metrics if "swap_step_us" in metrics] == [
         1e6 * 2 * 4 * 48 / (figures.step_us or 0) for figures in swap.report().step_figures

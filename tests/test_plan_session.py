@@ -340,8 +340,10 @@ def test_a_search_ends_at_the_last_size_that_fits_whatever_grows(seed: int) -> N
         number = size // by
         nbytes = base + slope * number + bent * number**2 // 7
         over = [bound for bound, most in (limits | {Bound.HOST: limits.get(Bound.HOST, 600)}).items() if number > most]
-        device = {} if Bound.MODEL in over else {"device_bytes": nbytes, "device_left_bytes": left}
-        return Tried(size=size, bound=Bound.DEVICE if nbytes > left else over[0] if over else None, **device)
+        bound = Bound.DEVICE if nbytes > left else over[0] if over else None
+        if Bound.MODEL in over:
+            return Tried(size=size, bound=bound)
+        return Tried(size=size, bound=bound, device_bytes=nbytes, device_left_bytes=left)
 
     low, high = _search(try_, by)
     count = len(tried)

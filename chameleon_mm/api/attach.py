@@ -59,8 +59,9 @@ def tokens_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     is a matrix of integers or a mapping with `input_ids`. None: there is no such argument."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     ids = ids.get("input_ids") if isinstance(ids, Mapping) else ids
-    is_text = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
-    return ids.numel() if is_text else None
+    if isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32):
+        return ids.numel()
+    return None
 
 
 class Attachment:

@@ -205,9 +205,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str, description: str, epilog: str = ""
-) -> argparse.ArgumentParser:
+def _add(commands: argparse._SubParsersAction[_Parser], name: str, about: str, description: str, epilog: str = "") -> _Parser:
     return commands.add_parser(
         name, help=about, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -153,7 +153,9 @@ def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by:
 def _search(try_: Callable[[int], Tried], by: int) -> tuple[Tried | None, Tried]:
     """Double sizes, then halve the gap, in turn with guesses. Return the largest size that fits (None: none does), and the next
     one."""
-    low, high, guessed = None, try_(by), False
+    before: Tried | None = None
+    low: Tried | None = None
+    high, guessed = try_(by), False
     while high.bound is None:
         before, low, size = low, high, 2 * high.size
         guessed = before is not None and not guessed

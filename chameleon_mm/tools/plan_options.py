@@ -170,7 +170,7 @@ def _host_budget(args: argparse.Namespace) -> int | None:
     if given is None and args.host_memory is None:
         return None
     by_default = given in (None, AUTO)  # half, as a session's
-    return parse_budget("50%" if by_default else given, memory_bytes, what="--host-budget") // args.local_ranks
+    return int(parse_budget("50%" if by_default else given, memory_bytes, what="--host-budget") // args.local_ranks)
 
 
 def spec_of(args: argparse.Namespace) -> GpuSpec:

@@ -1,4 +1,4 @@
-"""A small video diffusion transformer over latents of a wavelet encoder, plainly and within half of what its step needs."""
+"""A small video diffusion transformer over Haar wavelets of videos, plainly and within half of what its step needs."""
 
 from __future__ import annotations
 

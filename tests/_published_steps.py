@@ -42,6 +42,7 @@ class Outcome:
     step_us: float
     peak_bytes: int
     parameter_bytes: int
+    host_bytes: int
 
 
 @cache
@@ -60,9 +61,9 @@ def predicted(name: str) -> Outcome:
     trace = (recorded if shards is None else sharded(recorded, shards)).trace
     parameters = int(trace.tensor_bytes[trace.tensor_kind == TensorKind.PARAMETER].sum())
     if not step.get("offloaded"):
-        return Outcome(trace.duration_us, peak_memory(trace).nbytes, parameters)
+        return Outcome(trace.duration_us, peak_memory(trace).nbytes, parameters, 0)
     plan = swap_all(trace, link_of(gpu))
-    return Outcome(plan.step_us, plan.peak_bytes, parameters)
+    return Outcome(plan.step_us, plan.peak_bytes, parameters, plan.host_bytes)
 
 
 def _checkpointing(step: dict[str, Any]) -> Checkpointing | None:

@@ -6,6 +6,8 @@ import copy
 import io
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -566,6 +568,44 @@ def test_a_loop_logs_the_figures_of_the_steps_since_its_last_log(sim: cm.SimDevi
     assert rest["swap_bytes_out"] == sum(figures.bytes_out for figures in others) / 4 > 0
     assert rest["swap_step_us"] == statistics.median(figures.step_us or 0 for figures in others)
     assert rest["swap_stall_us"] == pytest.approx(sum(figures.stall_us or 0 for figures in others) / 4, rel=1e-12)
+
+
+class Reader(nn.Module):
+    """A model of text, called as people's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(16, 128), layers()
+
+    def forward(self, input_ids: Any, attention_mask: Tensor | None = None) -> Tensor:
+        ids = input_ids["input_ids"] if isinstance(input_ids, dict) else input_ids
+        total: Tensor = self.layers(self.table(ids).flatten(0, 1)).sum()
+        return total
+
+
+def test_the_tokens_of_all_micro_batches_are_counted_and_no_evaluations(sim: cm.SimDevice) -> None:
+    told: list[StepFigures] = []
+    with sim.compute():
+        model, mask = Reader(), torch.ones(2, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        ids = [torch.zeros(2, length, dtype=torch.int64) for length in (8, 5, 3)]
+        with cm.attach(model, device=sim, progress=told.append) as swap:
+            for calls in (
+                [partial(model, ids[0]), partial(model, input_ids=ids[1], attention_mask=mask)],
+                [partial(model, {"input_ids": ids[2]})],
+            ):
+                for call in calls:
+                    call().backward()
+                    with torch.no_grad():
+                        model(ids[0])
+                optimizer.step()
+                optimizer.zero_grad()
+            values = swap.log_values()
+    assert [figures.tokens for figures in told] == [2 * 8 + 2 * 5, 2 * 3]
+    assert values["swap_tokens_per_s"] == 1e6 * 32 / sum(figures.step_us or 0 for figures in told)
+    timed, host = replace(told[0], step_us=50.0, tokens=7), replace(told[0], step_us=None, host_us=9.0, tokens=8)
+    assert log_values([timed, host, replace(timed, tokens=None)])["swap_tokens_per_s"] == 1e6 * 7 / 50
+    assert log_values([host])["swap_tokens_per_s"] == 1e6 * 8 / 9
 
 
 def test_without_a_timed_step_the_hosts_clock_tells_the_time_and_no_stall() -> None:

@@ -90,6 +90,20 @@ class Adversaries(LightningModule):  # type: ignore[misc]  # mypy does not follo
         return [torch.optim.Adam(self.critic.parameters(), lr=1e-3), torch.optim.Adam(self.maker.parameters(), lr=1e-3)]
 
 
+class Texts(LightningModule):  # type: ignore[misc]  # mypy does not follow lightning
+    """Predicts each token of a row from itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def training_step(self, ids: Tensor, number: int) -> Tensor:
+        return F.cross_entropy(self.net(ids).flatten(0, 1), ids.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
 class Examples(Dataset[tuple[Tensor, Tensor]]):
     """Made as they are asked for: a simulated GPU takes tensors that stay for its own."""
 
@@ -210,10 +224,11 @@ def test_loggers_and_metrics_of_the_trainer_have_the_figures_of_each_step(tmp_pa
     steps = swap.report().step_figures
     logged = [metrics for metrics in logger.metrics if "swap_step_us" in metrics]
     assert len(steps) == len(logged) == 3
+    assert not any("swap_tokens_per_s" in metrics for metrics in logged)  # pictures have none
     for metrics, figures in zip(logged, steps, strict=True):
         assert metrics["swap_step_us"] == figures.step_us
         assert metrics["swap_peak_at_least_bytes"] == figures.peak_hbm_bytes
-        assert (metrics["swap_peak_bytes"] == figures.peak_hbm_bytes) == (
+        assert (metrics.get("swap_peak_bytes") == figures.peak_hbm_bytes) == (
             figures.peak_hbm_at_most_bytes == figures.peak_hbm_bytes
         )
         assert metrics["swap_budget_bytes"] == 500 * 1024
@@ -226,6 +241,14 @@ def test_loggers_and_metrics_of_the_trainer_have_the_figures_of_each_step(tmp_pa
     steps = swap.report().step_figures
     assert [metrics["swap_bytes_out"] for metrics in seldom.metrics if "swap_step_us" in metrics] == [
         sum(figures.bytes_out for figures in steps[at : at + 3]) / 3 for at in (0, 3)
+    ]
+    swap, texts = SwapCallback(**swapping("500KiB")), Kept()
+    trainer = Trainer(**{**options, "logger": texts}, callbacks=[swap])
+    rows: Any = torch.arange(64 * 48).reshape(64, 48) % 32
+    trainer.fit(Texts(), DataLoader(rows, 4))
+    assert [figures.tokens for figures in swap.report().step_figures] == [2 * 4 * 48] * 3
+    assert [metrics["swap_tokens_per_s"] for metrics in texts.metrics if "swap_step_us" in metrics] == [
+        1e6 * 2 * 4 * 48 / (figures.step_us or 0) for figures in swap.report().step_figures
     ]
     bare = Trainer(max_steps=2, barebones=True, accelerator="cpu", callbacks=[SwapCallback(**swapping("500KiB"))])
     bare.fit(Pictures(Seen()), DataLoader(Examples(8 * STEPS), 4))  # logs nothing, and does not warn of that

@@ -235,7 +235,9 @@ def test_its_own_offload_beside_ours_is_refused(tmp_path: Path) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-VALUES = {"swap_step_us", "swap_peak_at_least_bytes", "swap_budget_bytes", "swap_bytes_out", "swap_stall_us"}
+VALUES = {
+    "swap_step_us", "swap_tokens_per_s", "swap_peak_at_least_bytes", "swap_budget_bytes", "swap_bytes_out", "swap_stall_us",
+}  # fmt: skip
 
 
 def test_the_trainers_own_logs_and_its_reporters_have_the_figures_of_each_step(tmp_path: Path) -> None:
@@ -252,7 +254,8 @@ def test_the_trainers_own_logs_and_its_reporters_have_the_figures_of_each_step(t
 
     def train(*callbacks: Any) -> list[dict[str, float]]:
         seen = Seen()
-        made = trainer(MODELS["llama"](), tmp_path, [Reports(), *callbacks], max_steps=6, eval_strategy="steps", eval_steps=3)
+        options = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": 2}
+        made = trainer(MODELS["llama"](), tmp_path, [Reports(), *callbacks], **options)
         made.train()
         made.evaluate(metric_key_prefix="last")
         seen.finish(made.model, made.optimizer)
@@ -268,7 +271,9 @@ def test_the_trainers_own_logs_and_its_reporters_have_the_figures_of_each_step(t
     assert len(losses) == len(steps) == 6
     for log, figures in zip(losses, steps, strict=True):
         assert log.keys() >= VALUES
-        assert log["swap_step_us"] == figures.step_us
+        assert log["swap_step_us"] == figures.step_us is not None
+        assert figures.tokens == 2 * 24 * 2  # rows, their tokens, micro-batches; an evaluation's are not among them
+        assert log["swap_tokens_per_s"] == 1e6 * 96 / figures.step_us
         assert log["swap_peak_at_least_bytes"] == figures.peak_hbm_bytes
         known = figures.peak_hbm_at_most_bytes == figures.peak_hbm_bytes
         assert log.pop("swap_peak_bytes", None) == (figures.peak_hbm_bytes if known else None)

@@ -554,7 +554,7 @@ def test_bad_usage_is_one_line_and_exits_with_2(
     captured = capsys.readouterr()
     assert [word for word in words if word not in captured.err] == []
     assert captured.out == ""
-    assert captured.err.count("\n") == 1 or captured.err.startswith("usage:")
+    assert captured.err.count("\n") == 1
 
 
 def test_a_long_message_of_somebody_elses_is_cut(models: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -705,12 +705,22 @@ print(json.dumps({"code": code, "cpu_s": used.ru_utime + used.ru_stime, "peak_ki
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 8])
-def test_a_7b_llama_is_planned_within_20_seconds_and_4_gib(batch: int) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "llama-7b --batch 4 --gpu h100",
+        pytest.param("llama-3-8b --gpu h100", marks=pytest.mark.thorough),
+        pytest.param("llama-13b --gpu h200", marks=pytest.mark.thorough),
+        pytest.param("llama-70b --fsdp 8 --gpu h200", marks=pytest.mark.thorough),
+        pytest.param("video-dit-2b --gpu h100", marks=pytest.mark.thorough),
+        pytest.param("llama-3-8b --lora 16 --gpu rtx4090 --seq 2048 --batch 2", marks=pytest.mark.thorough),
+    ],
+)
+def test_what_people_train_is_planned_within_20_seconds_and_1_gib(command: str) -> None:
     root = Path(chameleon_mm.__file__).resolve().parents[1]
-    command = [sys.executable, "-c", _MEASURED, "plan", "llama-7b", "--batch", str(batch), "--hbm-budget", "70GiB"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    program = [sys.executable, "-c", _MEASURED, "plan", *command.split(), "--optimizer", "adamw-fused"]
+    done = subprocess.run(program, cwd=root, capture_output=True, text=True, check=True)
     used = json.loads(done.stdout.splitlines()[-1])
     assert used["code"] == 0
-    assert used["peak_kib"] * 1024 <= 4 * GIB
+    assert used["peak_kib"] * 1024 <= GIB
     assert used["cpu_s"] <= 40  # of two cores: a busy machine makes the clock on the wall say nothing

@@ -17,6 +17,7 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.device.specs import spec_from_file
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.plan.unswapped_memory import peak_memory
+from chameleon_mm.pool import host_memory
 from chameleon_mm.tools.adapters import Adapters, adapted
 from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.cli import main
@@ -303,6 +304,36 @@ def test_shards_of_ones_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert main(["plan", f"{name}:tiny", "--fsdp", "2", "--largest", "batch", "--hbm-budget", "1MiB"]) == 0
 
 
+def test_a_budget_is_a_size_or_a_share_and_the_hosts_is_of_all_ranks_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "gpu.json", tmp_path / "plan.json"
+    path.write_text(json.dumps({**GPU, "hbm_bytes": 2 * GIB}))
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 20 * GIB)
+
+    def planned(*more: str) -> dict[str, Any]:
+        command = ["plan", "gpt2", "--seq", "256", "--batch", "8", "--gpu", str(path), "--no-recompute", "--json", str(out)]
+        assert main([*command, *more]) == 0, capsys.readouterr()
+        told: dict[str, Any] = json.loads(out.read_text())
+        return told
+
+    for given, expected in (
+        (["--host-budget", "30%"], 6 * GIB),
+        (["--host-budget", "0.3", "--host-memory", "10GiB"], 3 * GIB),
+        (["--host-budget", "30%", "--host-memory", "10GiB", "--local-ranks", "4"], 3 * GIB // 4),
+        (["--host-budget", "4GiB", "--local-ranks", "4"], GIB),
+        (["--host-budget", "auto"], 10 * GIB),
+        (["--host-memory", "8GiB", "--local-ranks", "2"], 2 * GIB),
+        (["--local-ranks", "2"], None),
+    ):
+        assert planned(*given)["host_budget_bytes"] == expected
+    for share in ("75%", "0.75"):
+        assert planned("--hbm-budget", share)["hbm_budget_bytes"] == 3 * GIB // 2
+    one, four = (planned("--hbm-budget", "1.9GiB", "--host-budget", "2GiB", "--local-ranks", ranks) for ranks in ("1", "4"))
+    assert one["smallest_budget_bytes"] < four["smallest_budget_bytes"]
+    assert four["ways"][1]["host_bytes"] <= GIB // 2 < one["host_budget_bytes"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -326,7 +357,15 @@ def test_shards_of_ones_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--lora", "0"], ["--lora", "'0'"]),
         (["--lora", "8:"], ["--lora", "'8:'"]),
         (["--lora", "8:nothing"], ["--lora", "qkv", "'nothing'"]),
-        (["--lora", "8", "--quantise", "3bit"], ["--quantise", "'3bit'", "4bit"]),
+        (["--lora", "8", "--quantise", "3bit"], ["--quantise: expected one of 4bit, 8bit, got '3bit'"]),
+        (["--hbm-budget", "1.2"], ["--hbm-budget", "1.2"]),
+        (["--hbm-budget", "101%"], ["--hbm-budget", "at most 1 or 100 %", "'101%'"]),
+        (["--host-budget", "101%"], ["--host-budget", "at most 1 or 100 %", "'101%'"]),
+        (["--host-budget", "1.2", "--host-memory", "1GiB"], ["--host-budget", "'1.2'"]),
+        (["--host-budget", "30%", "--host-memory", "0"], ["--host-budget", "'30%'", "none that is known"]),
+        (["--host-memory", "30%"], ["--host-memory", "'30%'"]),
+        (["--batch", "two"], ["--batch", "int", "'two'"]),
+        (["--fdsp", "3"], ["--fdsp"]),
         (["--quantise", "4bit"], ["--quantise", "--lora"]),
     ],
 )
@@ -339,4 +378,4 @@ def test_bad_options_are_one_line_and_exit_with_2(
     captured = capsys.readouterr()
     assert [word for word in words if word not in captured.err] == []
     assert captured.out == ""
-    assert captured.err.count("\n") == 1 or captured.err.startswith("usage:")
+    assert captured.err.count("\n") == 1

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -26,12 +27,13 @@ from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.tools import session_on_shapes
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.demo import GPT, GPTConfig
+from chameleon_mm.tools.largest import SEQ_STEP, Bound, Tried, _search
 from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, beside, host_bytes_beside, record, run_session
 from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic
 from chameleon_mm.tools.step_on_shapes import TrainingStep
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, Workload
-from chameleon_mm.units import KIB, MIB
+from chameleon_mm.units import KIB, MIB, format_us
 from tests._traces import away_before_first_uses_alone
 from tests._user_modules import write_module
 
@@ -324,9 +326,37 @@ def found(command: list[str], path: Path) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_a_search_ends_at_the_last_size_that_fits_whatever_grows(seed: int) -> None:
+    """Memory that grows evenly, faster and faster, or not; limits of the host and of the model, which no line foretells."""
+    random = Random(seed)
+    by, base, slope = random.choice((1, SEQ_STEP)), random.randrange(1000), random.randrange(0, 100)
+    bent, left = random.choice((0, 0, 1, 3)), random.randrange(500, 10**5)
+    limits = {bound: random.randrange(1, 500) for bound in (Bound.HOST, Bound.MODEL) if random.random() < 0.5}
+    tried = []
+
+    def try_(size: int) -> Tried:
+        tried.append(size)
+        number = size // by
+        nbytes = base + slope * number + bent * number**2 // 7
+        over = [bound for bound, most in (limits | {Bound.HOST: limits.get(Bound.HOST, 600)}).items() if number > most]
+        bound = Bound.DEVICE if nbytes > left else over[0] if over else None
+        if Bound.MODEL in over:
+            return Tried(size=size, bound=bound)
+        return Tried(size=size, bound=bound, device_bytes=nbytes, device_left_bytes=left)
+
+    low, high = _search(try_, by)
+    count = len(tried)
+    expected = next(size for size in range(by, 1000 * by, by) if try_(size).bound is not None)
+    assert (high.size, low.size if low is not None else 0) == (expected, expected - by)
+    assert count <= 30
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("swaps", [[], ["--swap-optimizer"], ["--swap-optimizer", "--swap-parameters"]])
-def test_the_largest_batch_fits_and_one_more_does_not(swaps: list[str], models: str, tmp_path: Path) -> None:
+def test_the_largest_batch_fits_and_one_more_does_not(
+    swaps: list[str], models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--dtype", "float32", "--hbm-budget", "12MiB", "--min-bytes", "64KiB", "--no-recompute", *swaps]
     told = found(["plan", f"{models}:mlp", "--largest", "batch", *options], tmp_path / "largest.json")
     assert told["bound"] == "device"
@@ -334,6 +364,9 @@ def test_the_largest_batch_fits_and_one_more_does_not(swaps: list[str], models: 
     assert told["next"]["size"] == size + 1
     assert told["next"]["device_bytes"] > told["next"]["device_left_bytes"]
     if not swaps:
+        unswapped, planned = told["ways"]
+        assert planned["peak_bytes"] <= 12 * MIB < unswapped["peak_bytes"]
+        assert f"a step at {size} takes {format_us(planned['step_us'])} (predicted)" in capsys.readouterr().out
         source = source_of(f"{models}:mlp", batch=size, seq=None, dtype=torch.float32)
         more = source_of(f"{models}:mlp", batch=size + 1, seq=None, dtype=torch.float32)
         fits, too_large = (

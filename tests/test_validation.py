@@ -33,8 +33,8 @@ def ratio_now(row: dict[str, Any]) -> float:
 def peak_now(row: dict[str, Any]) -> float:
     name, _, unit, *_ = row["peak"]
     outcome = predicted(name)
-    counted = outcome.peak_bytes - (outcome.parameter_bytes if unit.endswith("above") else 0)
-    return counted / (GIB if unit == "GiB" else 1e9)
+    on_device = outcome.peak_bytes - (outcome.parameter_bytes if unit.endswith("above") else 0)
+    return (outcome.host_bytes if unit.endswith("on the host") else on_device) / (GIB if unit == "GiB" else 1e9)
 
 
 def off(row: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -77,13 +77,13 @@ def _marked(share: float, near: float) -> str:
     return f"{share:+.1%}" if abs(share) <= near else f"**{share:+.1%}**"
 
 
-SAMPLED = (0, 7)
-"""Rows that a run of CI computes; `make test-thorough` computes all."""
+SAMPLED = (2, 9, 15, 21, 25, 26, 28)
+"""Rows that a run of CI computes, in 25 seconds of CPU time: some share steps."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if n in SAMPLED else pytest.mark.thorough, id=f"{n}") for n, row in enumerate(ROWS)]
+    "row", [pytest.param(row, marks=() if n in SAMPLED else pytest.mark.thorough, id=f"{n}") for n, row in enumerate(ROWS, 1)]
 )
 def test_a_prediction_is_the_one_that_was_held_against_what_was_published(row: dict[str, Any]) -> None:
     """Computed anew, on shapes. A change of ours that moves it belongs into the row, and the page then says what it is off."""
@@ -97,6 +97,8 @@ def test_the_page_shows_every_row_as_it_is() -> None:
     page = (ROOT / "docs/validation.md").read_text(encoding="utf-8")
     assert tables() in page
     assert summary() in page
+    *most, last = map(str, SAMPLED)
+    assert f"rows {', '.join(most)} and {last} in each run of CI, the others in `make test-thorough`" in page
 
 
 def test_there_are_rows_enough_and_none_that_is_off_is_left_without_a_reason() -> None:
@@ -106,4 +108,4 @@ def test_there_are_rows_enough_and_none_that_is_off_is_left_without_a_reason() -
     for row in ROWS:
         ratio, peak = off(row)
         is_off = abs(ratio or 0.0) > NEAR_RATIO or abs(peak or 0.0) > NEAR_PEAK
-        assert is_off == bool(row.get("why")), row
+        assert row.get("why") or not is_off, row

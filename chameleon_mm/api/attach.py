@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from types import TracebackType
 from typing import Any, Self
@@ -45,13 +45,23 @@ class _ForwardHook:
         self._bounds, self._of_children = bounds, of_children
 
     @uncompiled
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         while self._of_children:
             self._of_children.pop().remove()
-        self._bounds.forward_begins()
+        self._bounds.forward_begins(tokens_in(args, kwargs))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, ({}, "get")  # called as {}.get(module, args), it returns the arguments unchanged
+        return getattr, (nullcontext(), "__exit__")  # called as __exit__(module, args, kwargs), it changes nothing
+
+
+def tokens_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Tokens, padding included, in the arguments of a model's forward: the elements of `input_ids`, or of a first argument that
+    is a matrix of integers or a mapping with `input_ids`. None: there is no such argument."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    ids = ids.get("input_ids") if isinstance(ids, Mapping) else ids
+    if isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32):
+        return ids.numel()
+    return None
 
 
 class Attachment:
@@ -72,10 +82,12 @@ class Attachment:
     def _enter(self) -> None:
         self.session.__enter__()
         self._of_children += (
-            child.register_forward_pre_hook(_ForwardHook(self._bounds), prepend=True) for child in _called_parts(self._model)
+            child.register_forward_pre_hook(_ForwardHook(self._bounds), prepend=True, with_kwargs=True)
+            for child in _called_parts(self._model)
         )
+        of_model = _ForwardHook(self._bounds, self._of_children)
         self._hooks = [
-            self._model.register_forward_pre_hook(_ForwardHook(self._bounds, self._of_children), prepend=True),
+            self._model.register_forward_pre_hook(of_model, prepend=True, with_kwargs=True),
             register_optimizer_step_post_hook(self._optimizer_stepped),
         ]
 
@@ -87,9 +99,9 @@ class Attachment:
         """Return figures of the steps that were completed since the last call, for a training's log; empty if none was. A timed
         step is complete when the GPU has done it. Never waits.
 
-        Times are microseconds, memory is bytes: "swap_step_us", "swap_peak_at_least_bytes", "swap_peak_bytes" if that is the
-        peak, "swap_budget_bytes", "swap_bytes_out" and "swap_stall_us", as far as known: a GPU times one step in sixteen. For
-        each step alone: `progress` of `SwapSession`.
+        Times are microseconds, memory is bytes: "swap_step_us", "swap_tokens_per_s" of this rank, "swap_peak_at_least_bytes",
+        "swap_peak_bytes" if that is the peak, "swap_budget_bytes", "swap_bytes_out" and "swap_stall_us", as far as known: a GPU
+        times one step in sixteen, and tokens are those of `tokens_in`. For each step alone: `progress` of `SwapSession`.
         """
         steps = self.session._history.figures_since(self._logged)
         self._logged = steps[-1].index + 1 if steps else self._logged
@@ -216,10 +228,17 @@ class StepBounds:
     def in_step(self) -> bool:
         return self._step is not None
 
-    def forward_begins(self) -> None:
-        """Begin a step, if this is a forward of training outside a step."""
-        if not torch.is_grad_enabled() or self._is_elsewhere() or self._held:
+    def forward_begins(self, tokens: int | None = None) -> None:
+        """Begin a step, if this is a forward of training outside a step. Its `tokens` count for the step that it is in."""
+        if not torch.is_grad_enabled() or self._is_elsewhere():
             return
+        if not self._held:
+            self._may_begin_step()
+        if tokens is not None and self._step is not None:
+            self.session._history.count_tokens(tokens)
+
+    def _may_begin_step(self) -> None:
+        """Begin a step at a forward of training, unless the current one goes on."""
         if self._step is not None:
             if not self._is_over():
                 return

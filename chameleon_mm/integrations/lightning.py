@@ -6,8 +6,8 @@
 
 A step lasts from the start of a batch to the end of the first batch in which an optimizer stepped, automatically or manually:
 Lightning calls `training_step` inside the optimizer's step, and not through the module's forward. The figures of each step are
-logged by `LightningModule.log` at every `log_every_n_steps`, so loggers and `trainer.callback_metrics` have them; what is not
-known is NaN.
+logged by `LightningModule.log` at every `log_every_n_steps`, so loggers and `trainer.callback_metrics` have them; what is no
+longer known is NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from chameleon_mm.integrations import load_framework
 from chameleon_mm.integrations._trainings import Trainings, refuse_cpu_checkpointing
-from chameleon_mm.report.step_history import LOGGED
 
 load_framework("lightning")
 from lightning.pytorch.callbacks import Callback  # noqa: E402  # only once it is known to be installed
@@ -37,11 +36,14 @@ class SwapCallback(Trainings, Callback):  # type: ignore[misc]  # mypy does not 
 
     _steps_before = 0
     """Number of optimizer steps before the running batch."""
+    _logged: tuple[str, ...] = ()
+    """Names of the figures that were logged last."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the module, which is on its device by now."""
         refuse_cpu_checkpointing("SwapCallback", getattr(trainer.strategy, "config", None))
         self.begin(trainer, pl_module, trainer.optimizers)
+        self._logged = ()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step, unless the batches of one are still being accumulated."""
@@ -55,7 +57,8 @@ class SwapCallback(Trainings, Callback):  # type: ignore[misc]  # mypy does not 
             self.attachment.end_step()
             if not trainer.barebones and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors do
                 if values := self.attachment.log_values():
-                    values = dict.fromkeys(LOGGED, nan) | values  # Lightning repeats what is missing
+                    values = dict.fromkeys(self._logged, nan) | values  # Lightning repeats what is missing
+                    self._logged = tuple(values)
                 # On the host: a copy to the device would make it wait for all work at every step.
                 pl_module.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
 

@@ -61,6 +61,8 @@ class StepFigures:
     """Time that the step's copies ran, both directions added up."""
     recompute_us: float | None = None
     """Time in which compute recomputed dropped storages."""
+    tokens: int | None = None
+    """Tokens, padding included, of the batches that an attached model was trained with; None: not known. See `tokens_in`."""
     warm_up: bool = False
     """True if the session makes plans, and neither this step nor one before it followed one from its first hook to its last."""
 
@@ -96,7 +98,8 @@ def sums_of(steps: Sequence[StepFigures]) -> dict[str, Any]:
 
 
 LOGGED = (
-    "swap_step_us", "swap_peak_at_least_bytes", "swap_peak_bytes", "swap_budget_bytes", "swap_bytes_out", "swap_stall_us",
+    "swap_step_us", "swap_tokens_per_s", "swap_peak_at_least_bytes", "swap_peak_bytes", "swap_budget_bytes", "swap_bytes_out",
+    "swap_stall_us",
 )  # fmt: skip
 """Names of the figures in a training's log."""
 
@@ -104,7 +107,8 @@ LOGGED = (
 def log_values(steps: Sequence[StepFigures]) -> dict[str, float]:
     """Figures of the latest `steps` for a training's log, without those that are not known; empty without a step.
 
-    "swap_step_us": median time, by the host's clock if none was timed. "swap_peak_at_least_bytes": the highest peak that hooks
+    "swap_step_us": median time, by the host's clock if none was timed. "swap_tokens_per_s": tokens of the steps of which they
+    are known over the time of these steps, by the same clock. "swap_peak_at_least_bytes": the highest peak that hooks
     saw; "swap_peak_bytes": the highest peak. "swap_budget_bytes": the latest. "swap_bytes_out", "swap_stall_us": means of a
     step, the second of the timed ones.
     """
@@ -112,8 +116,12 @@ def log_values(steps: Sequence[StepFigures]) -> dict[str, float]:
         return {}
     sums, stalls = sums_of(steps), [step.stall_us for step in steps if step.stall_us is not None]
     peak_bytes, at_most_bytes = sums["peak_hbm_bytes"], sums["peak_hbm_at_most_bytes"]
+    timed = [step for step in steps if step.step_us is not None] or steps
+    counted = [(step.tokens, step.step_us or step.host_us) for step in timed if step.tokens is not None]
+    counted_us = sum(us for _, us in counted)
     values = (
         sums["step_us"] or median(step.host_us for step in steps),
+        1e6 * sum(tokens for tokens, _ in counted) / counted_us if counted_us else None,
         peak_bytes,
         peak_bytes if peak_bytes == at_most_bytes else None,
         steps[-1].hbm_budget_bytes,
@@ -220,6 +228,8 @@ class StepHistory:
         self._watch: PeakWatch | None = None
         self._peak_is_over = False
         self._last_peak_bytes = self._warned = 0
+        self._tokens: int | None = None
+        """Tokens of the running step; None: not known."""
         self._running: tuple[int, int, float, int, int] | None = None
         """Number and budget of the running step; host's clock and total bytes out and in at its beginning. None: no step runs,
         or the device could not be asked."""
@@ -260,7 +270,7 @@ class StepHistory:
         """Begin a step, before the executor does. Returns True if the step is to be timed."""
         index, self.begun = self.begun, self.begun + 1
         totals, budget = self.metrics.totals, self._executor.budget
-        self._running = None
+        self._running = self._tokens = None
         if self._executor.hook_lock.may_ask_device():
             self._settle()
             self.note_peak()  # a loop that resets the peak at its top has the same one at the end of each step
@@ -272,6 +282,10 @@ class StepHistory:
             self._running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in
             self._warned = self._num_warnings()
         return self.device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
+
+    def count_tokens(self, tokens: int) -> None:
+        """Add `tokens` to those of the running step."""
+        self._tokens = tokens + (self._tokens or 0)
 
     def end(self, kind: StepKind | None) -> None:
         """End the step, after all other parts have. `kind`: as the executor returns it. Reports steps that are complete."""
@@ -294,6 +308,7 @@ class StepHistory:
             host_bytes=self.pool.recent_peak_bytes(),
             bytes_out=totals.bytes_swapped_out - bytes_out,
             bytes_in=totals.bytes_swapped_in - bytes_in,
+            tokens=self._tokens,
             warm_up=self._executor.director.plans and not totals.steps_by_kind[StepKind.PLANNED],
         )
         self._pending.append((figures, sums))

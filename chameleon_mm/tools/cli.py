@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, program = _split(arguments)
         args = _parser(arguments).parse_args(arguments, argparse.Namespace(program=program))
         return int(args.handler(args, Console()))
-    except SystemExit as done:  # argparse has already printed its help or its error
+    except SystemExit as done:  # argparse has already printed its help
         return done.code if isinstance(done.code, int) else FAILED
     except (ValueError, OSError, DeviceUnavailable) as error:
         return _complain(error, BAD_USAGE)
@@ -162,9 +162,21 @@ def _complain(what: object, code: int) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser of which an error is one line, as all of ours are. Those of commands and themes are of this class, too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            expected = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"expected one of {expected}, got {value!r}")
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Make the parser, with the options of the command that `arguments` name and only the names of the others."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="chameleon-mm", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"chameleon-mm {__version__}")
@@ -193,9 +205,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str, description: str, epilog: str = ""
-) -> argparse.ArgumentParser:
+def _add(commands: argparse._SubParsersAction[_Parser], name: str, about: str, description: str, epilog: str = "") -> _Parser:
     return commands.add_parser(
         name, help=about, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )

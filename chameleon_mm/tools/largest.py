@@ -3,9 +3,10 @@
     answer = largest("batch", request_of)            # request_of(8): the request with a batch of 8
     answer.size, answer.next.bound                   # 37, Bound.DEVICE: 38 takes more than the device's budget
 
-Sizes double until one does not fit; then the gap is halved. Arithmetic over a recorded step decides whether memory suffices.
-If more than activations are swapped, a session then runs its first steps at the answer. While these exceed the budget, the
-answer shrinks, three times at most.
+Sizes double until one does not fit; then the gap is halved. In turn with that, a size is tried at which the line through the
+memory of two others meets what is there. Arithmetic over a recorded step decides whether memory suffices. A plan then says what
+the step at the answer takes. If more than activations are swapped, a session runs its first steps there instead. While these
+exceed the budget, the answer shrinks, three times at most.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.plan.planner import generate_plan
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
-from chameleon_mm.tools.prediction import link_of
+from chameleon_mm.tools.prediction import Way, link_of, predict
 from chameleon_mm.tools.session_on_shapes import (
     RunRequest,
     SessionRun,
@@ -39,6 +40,9 @@ SEQ_STEP = 64
 
 MOST = 1 << 20
 """Largest size that is tried, in steps (of 1 or `SEQ_STEP`): the memory of some models does not grow with their size."""
+
+_FARTHEST = 64
+"""Times by which a size grows at most from one that fits."""
 
 _STEPS = 2
 """Steps that a session runs at an answer: the first by the default rule, the second by a plan."""
@@ -87,6 +91,8 @@ class Largest:
     host_budget_bytes: int | None
     run: SessionRun | None = None
     """First steps of a session at `size`, if it swaps more than activations."""
+    ways: tuple[Way, ...] = ()
+    """Step at `size` without swapping and with a plan, if activations alone are swapped."""
 
     @property
     def fits(self) -> bool:
@@ -102,6 +108,7 @@ class Largest:
             "host_budget_bytes": self.host_budget_bytes,
             "next": asdict(self.next),
             "session": None if self.run is None else self.run.to_dict(),
+            "ways": [asdict(way) for way in self.ways],
         }
 
 
@@ -115,11 +122,15 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
     low, high = _search(partial(_try, request_of, recompute), by)
     if low is None and high.bound is Bound.MODEL:
         raise ModelUnusable(high.said)
-    size, run = None if low is None else low.size, None
-    if size is not None and request_of(size).swapped:
+    size, run, ways = None if low is None else low.size, None, list[Way]()
+    if size is not None and (request := request_of(size)).swapped:
         size, run, high = _run_at(size, high, request_of, by)
-    budgets = {name: getattr(request_of(by), name) for name in ("hbm_budget_bytes", "host_budget_bytes")}
-    return Largest(what=what, size=size, next=high, run=run, **budgets)
+    elif size is not None:
+        budgets = request.hbm_budget_bytes, request.host_budget_bytes
+        prediction = predict(record(request), request.spec, *budgets, recompute)
+        ways += prediction.ways[:2] if prediction.infeasible is None else ()
+    named = {name: getattr(request_of(by), name) for name in ("hbm_budget_bytes", "host_budget_bytes")}
+    return Largest(what=what, size=size, next=high, run=run, ways=tuple(ways), **named)
 
 
 def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by: int) -> tuple[int | None, SessionRun, Tried]:
@@ -140,17 +151,35 @@ def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by:
 
 
 def _search(try_: Callable[[int], Tried], by: int) -> tuple[Tried | None, Tried]:
-    """Double sizes, then halve the gap. Return the largest size that fits (None: none does), and the next one."""
-    low, high = None, try_(by)
+    """Double sizes, then halve the gap, in turn with guesses. Return the largest size that fits (None: none does), and the next
+    one."""
+    before: Tried | None = None
+    low: Tried | None = None
+    high, guessed = try_(by), False
     while high.bound is None:
-        low, size = high, 2 * high.size
+        before, low, size = low, high, 2 * high.size
+        guessed = before is not None and not guessed
+        if before is not None and guessed:
+            size = max(low.size + by, min(_reaching(before, low, by), _FARTHEST * low.size))
         if size > MOST * by:
             return low, Tried(size=size, bound=Bound.NOTHING)
         high = try_(size)
     while low is not None and high.size - low.size > by:
-        tried = try_((low.size + high.size) // 2 // by * by)
+        size, guessed = (low.size + high.size) // 2 // by * by, not guessed
+        if guessed:
+            size = min(max(_reaching(low, high, by), low.size + by), high.size - by)
+        tried = try_(size)
         low, high = (tried, high) if tried.bound is None else (low, tried)
     return low, high
+
+
+def _reaching(one: Tried, other: Tried, by: int) -> int:
+    """Largest size that fits if memory grows as from `one` to `other`; 0: it does not grow, or is not known."""
+    grown_bytes = other.device_bytes - one.device_bytes
+    if grown_bytes <= 0:
+        return 0
+    left_bytes = one.device_left_bytes - one.device_bytes
+    return (one.size + (other.size - one.size) * left_bytes // grown_bytes) // by * by
 
 
 def _try(request_of: Callable[[int], RunRequest], recompute: Collection[str], size: int) -> Tried:
@@ -196,6 +225,10 @@ def say(found: Largest) -> list[str]:
             lines.append(f"what binds is the model: {over.said}")
         case _:
             lines.append(f"nothing binds up to {over.size}")
+    if len(found.ways) > 1:
+        unswapped, planned = found.ways
+        slower = f"{planned.step_us / unswapped.step_us - 1:.1%} longer than unswapped" if unswapped.step_us else "no time"
+        lines.append(f"a step at {found.size} takes {format_us(planned.step_us)} (predicted), {slower}")
     if found.run is not None and found.size is not None and found.run.steps:
         step, most = found.run.steps[-1], max(step.peak_bytes for step in found.run.steps)
         keep = "keep" if found.run.holds else "do not keep"

@@ -62,11 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     where.add_argument(
         "--local-ranks", type=int, default=1, metavar="N",
-        help="ranks that share the GPU's link to the host and its memory: each has 1/N of the rates (default 1)",
+        help="ranks that share the GPU's link to the host and its memory: each has 1/N of both (default 1)",
     )  # fmt: skip
-    hbm = f'device memory: "40GiB" (default: {DEFAULT_BUDGET_SHARE:.0%}% of the GPU\'s, as a session takes)'
+    hbm = f'device memory: "40GiB" or "80%%" (default: {DEFAULT_BUDGET_SHARE:.0%}% of the GPU\'s, as a session takes)'
     where.add_argument("--hbm-budget", metavar="SIZE", help=hbm)
-    where.add_argument("--host-budget", metavar="SIZE", help="pinned host memory (default: as much as it takes)")
+    host = 'pinned host memory, of all --local-ranks: "64GiB", "30%%" or "auto", half (default: as much as it takes)'
+    where.add_argument("--host-budget", metavar="SIZE", help=host)
+    of_host = "the host's memory, of which --host-budget is a share, half by default (default: what this machine has free)"
+    where.add_argument("--host-memory", metavar="SIZE", help=of_host)
     swaps = "a plan that only swaps (default: recompute where that takes less time)"
     where.add_argument("--no-recompute", action="store_true", help=swaps)
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
@@ -142,14 +145,32 @@ def check(args: argparse.Namespace) -> None:
     args.hbm_budget = None if given in (None, AUTO) else parse_budget(given, lambda: spec.hbm_bytes, what="--hbm-budget")
     if args.hbm_budget == 0:
         raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
-    for name in ("host_budget", "min_bytes"):
+    for name in ("host_memory", "min_bytes"):
         text = getattr(args, name)
         setattr(args, name, None if text is None else parse_size(text, what=f"--{name.replace('_', '-')}"))
+    args.host_budget = _host_budget(args)
     if args.fsdp is not None:
         ranks, colon, dtype = args.fsdp.partition(":")
         if not ranks.isdecimal() or int(ranks) < 2 or (colon and dtype not in DTYPES):
             expected = f"2 or more ranks, or those and one of {', '.join(DTYPES)} (8:float32)"
             raise ValueError(f"--fsdp: expected {expected}, got {args.fsdp!r}")
+
+
+def _host_budget(args: argparse.Namespace) -> int | None:
+    """Bytes of pinned memory that one of --local-ranks may take, all alike; None: any. Raises `ValueError`."""
+
+    def memory_bytes() -> int:
+        if args.host_memory is not None:
+            return int(args.host_memory)
+        from chameleon_mm.pool.host_memory import available_host_bytes  # loads torch
+
+        return available_host_bytes()
+
+    given = args.host_budget
+    if given is None and args.host_memory is None:
+        return None
+    by_default = given in (None, AUTO)  # half, as a session's
+    return int(parse_budget("50%" if by_default else given, memory_bytes, what="--host-budget") // args.local_ranks)
 
 
 def spec_of(args: argparse.Namespace) -> GpuSpec:

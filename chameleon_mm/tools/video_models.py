@@ -30,7 +30,7 @@ class VideoShape:
     width: int
     heads: int
     frames: int = 17
-    """Frames of latents; a wavelet VAE makes 17 of 65."""
+    """Frames of latents; Open-Sora-Plan's trained VAE makes 17 of 65. No encoder is part of these models."""
     sides: tuple[int, int]
     """Height and width in latents, an eighth of the pixels; even."""
     channels: int = 4

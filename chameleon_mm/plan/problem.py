@@ -1,6 +1,6 @@
 """Problem for the planner, made from a trace: ticks become intervals between hooks, and copies begin at hooks.
 
-memory:   level[k] = maximum bytes allocated from hook k until hook k + 1, without swaps; the excess over the budget must be away
+memory:   level[k] = peak from hook k until hook k + 1, without swaps; the excess over the budget must be away
 time:     time_us[k] = time at which compute reaches hook k, without swaps
 who:      candidate i may be away from hook first[i] until hook use[i], and its copy out may begin at hook sendable[i]; a
           storage that may be away between its uses as well is several candidates

@@ -87,7 +87,7 @@ class SnapshotWrite:
         try:
             with turn:
                 self._write(self.path, contents.pop())
-        except BaseException as error:  # noqa: BLE001 - `wait` raises it: on this thread it would be lost
+        except BaseException as error:  # noqa: BLE001 - lost on this thread: `wait` raises it
             traceback.clear_frames(error.__traceback__)  # frames hold views of the blocks
             self._error = error
             _log.warning("chameleon_mm: a snapshot was not written to %s: %s", self.path, str(error))

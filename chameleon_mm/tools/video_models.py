@@ -30,7 +30,7 @@ class VideoShape:
     width: int
     heads: int
     frames: int = 17
-    """Frames of latents; a wavelet VAE makes 17 of 65."""
+    """Number of frames of latents. A wavelet VAE makes 17 from 65."""
     sides: tuple[int, int]
     """Height and width in latents, an eighth of the pixels; even."""
     channels: int = 4
@@ -40,7 +40,7 @@ class VideoShape:
 
     @property
     def about(self) -> str:
-        """Size of one row of the batch, for people."""
+        """Size of one row of the batch, as text."""
         return f"{self.channels} x {self.frames} x {self.sides[0]} x {self.sides[1]} latents"
 
     def model(self) -> VideoDiT:

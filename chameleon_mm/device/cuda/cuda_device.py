@@ -32,7 +32,7 @@ from chameleon_mm.units import MIB, format_size
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import HeldStorage
 
-# --- The GPUs that torch sees, found without a context on any of them where possible
+# --- GPUs that torch sees, found without a context on any of them if possible
 
 
 def cuda_is_available() -> bool:
@@ -242,7 +242,7 @@ class CudaDevice:
         if index is not None and not 0 <= index < count:
             raise ValueError(f"CudaDevice: expected an index from 0 to {count - 1}, got {index}")
         if (backend := torch.cuda.get_allocator_backend()) != "native":
-            # Others count differently: the cumulative count would not grow, and a budget would be exceeded.
+            # Other allocators count differently: the cumulative count would not grow, and a budget would be exceeded.
             raise DeviceUnavailable(
                 f"CudaDevice: expected torch's native caching allocator, got {backend!r}: unset the backend option"
             )
@@ -329,7 +329,7 @@ class CudaDevice:
         now, ever, peak = self._read_allocated()
         if ever < last:
             before_resets += last
-        if self._counted is counted:  # else a later reading has been counted meanwhile
+        if self._counted is counted:  # else a later reading was counted meanwhile
             self._counted = before_resets, ever
         return MemoryReading(now, before_resets + ever, peak)
 

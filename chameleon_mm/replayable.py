@@ -81,8 +81,7 @@ RANDOM = _aten(
 """Operators that draw random numbers: the same numbers again if the generator's state is restored first."""
 
 BATCH_NORMS = _aten("cudnn_batch_norm miopen_batch_norm native_batch_norm")
-"""Operators of `NORMS` that run again without running statistics that they update, but not with statistics that they only
-read."""
+"""Operators of `NORMS` that run again without running statistics that they update, but not if they only read them."""
 
 EMBEDDING = _aten("embedding")
 

@@ -172,8 +172,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
 
 
 def _called_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model's children that a loop may call instead of the model. A container has no forward: yield its children
-    instead."""
+    """Yield the model's children that a loop may call instead of the model. Containers have no forward: yield their
+    children."""
     for child in model.children():
         if type(child).forward is nn.Module.forward:
             yield from _called_parts(child)

@@ -188,8 +188,7 @@ def install(**save_on_cpu_args: Any) -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's own `save_on_cpu` everywhere. Does nothing if ours is not installed. Graphs with tensors saved by ours
-    stay valid."""
+    """Restore torch's own `save_on_cpu` everywhere. Does nothing if ours is not installed. Graphs saved by ours stay valid."""
     there: Any = torch.autograd.graph.save_on_cpu
     if issubclass(there, InstalledSaveOnCpu):
         _replace(there, there.replaced)

@@ -261,8 +261,7 @@ class SwapSession:
             self._end_step(completed=completed)
 
     def run_step(self, fn: Callable[[], _R], *, snapshot: bool = False) -> _R:
-        """Run one optimizer step, `fn()`, and run it again if it runs out of memory or raises `RecomputeMismatch`. Return its
-        result.
+        """Run one optimizer step, `fn()`, again if it runs out of memory or raises `RecomputeMismatch`. Returns its result.
 
         After a `torch.OutOfMemoryError` that swapping could not prevent, everything that the step made is freed. Torch's random
         states (of the host's default generator and the device) and the model's gradients and buffers are restored, bit for bit.

@@ -77,8 +77,8 @@ def useful() -> list[str]:
 
 
 def release() -> str:
-    """Return minor release and build of this torch, such as `2.13-cpu`. Folders of `sys.path` have one build of a helper per
-    release."""
+    """Return minor release and build of this torch, such as `2.13-cpu`. Folders of `sys.path` have one build of a helper for
+    each."""
     made_for = next((kind for kind in ("cuda", "hip", "xpu") if getattr(torch.version, kind, None)), "cpu")
     return f"{'.'.join(torch.__version__.split('.')[:2])}-{made_for}"
 
@@ -161,8 +161,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _facts(used: str) -> dict[str, object]:
-    """Return facts about a build's torch: its version, and its headers among the files that the compiler `used` (a make
-    rule)."""
+    """Return facts about a build's torch: version, and headers among the files that the compiler `used` (a make rule)."""
     includes = Path(torch.__file__).parent / "include"
     found = {Path(path) for path in used.split() if path.startswith(str(includes)) and not path.endswith("/version.h")}
     headers = sorted(str(path.relative_to(includes)) for path in found)

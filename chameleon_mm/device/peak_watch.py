@@ -34,8 +34,7 @@ class Peak(NamedTuple):
 
 
 class PeakWatch:
-    """Watch of a device's peak over an interval, by readings of the device's own peak. A reading below the previous one shows a
-    reset."""
+    """Watch of a device's peak over an interval, by readings of the device's own peak. A lower reading shows a reset."""
 
     def __init__(self, peak_bytes: int) -> None:
         self._before_bytes = self.last_bytes = peak_bytes

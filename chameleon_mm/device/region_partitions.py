@@ -130,8 +130,7 @@ class Divided(NamedTuple):
 class Divisions:
     """Estimates for a joint graph by torch's own partitioner. The graph does not change.
 
-    The first takes about 1 ms per operator. Later ones take less: work that depends only on the graph, and repeated cuts, are
-    done once.
+    The first takes about 1 ms per operator. Later ones take less: work on the graph alone, and repeated cuts, are done once.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -220,8 +219,7 @@ def storages_of(nodes: Sequence[fx.Node]) -> dict[int, int]:
 
 
 def _peak_bytes(graph: fx.Graph, given: Collection[int]) -> int:
-    """Return the peak in bytes while `graph` runs, without the storages `given`. A storage lives from its first operator to its
-    last."""
+    """Return the peak in bytes while `graph` runs, without the storages `given`. Storages live from first to last operator."""
     held = {node: storages_of([node]) for node in graph.nodes}
     nbytes, last = dict[int, int](), dict[int, int]()
     more_bytes = [0] * (len(held) + 1)  # by node: increase over the previous node
@@ -250,8 +248,7 @@ class FirstChoice:
         self._shares = shares
         self.budget_bytes: int | None = None
         self.resident_bytes = self.beside_bytes = 0
-        """Parts of `budget_bytes` (None: unknown, torch's choice stays): bytes that stay on the device; bytes for other
-        purposes."""
+        """Parts of `budget_bytes` (None: unknown, torch's choice stays): bytes that stay on the device; other bytes."""
         self.fixed: float | None = None
         """Share for all regions that compile from now on; None: chosen for each region."""
         self.shares, self.lines = list[float](), list[str]()

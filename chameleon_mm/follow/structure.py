@@ -61,8 +61,8 @@ class Form:
     """Forms, or numbers of variables."""
 
     def at(self, values: Mapping[int, int]) -> int | None:
-        """Return the size for these `values` of the variables. None: a variable is missing, or the result is not a whole number
-        >= 0."""
+        """Return the size for these `values` of the variables. None: a variable is missing, or the result is no whole number >=
+        0."""
         product = self.scale
         for factor in self.factors:
             value = values.get(factor) if isinstance(factor, int) else factor.at(values)
@@ -217,7 +217,7 @@ class ExtraMemory:
         return dataclasses.replace(most, extra_bytes=room(most.extra_bytes, (one.extra_bytes for one in taken)), spikes=spikes)
 
     def exceeds(self, other: ExtraMemory, by_bytes: int) -> bool:
-        """True if `extra_bytes` or a spike exceeds that of `other` by more than `by_bytes`, or if only this one keeps
+        """True if `extra_bytes` or a spike exceeds that of `other` by more than `by_bytes`, or only this one keeps
         gradients."""
         if self.extra_bytes - other.extra_bytes > by_bytes or self.keeps_gradients > other.keeps_gradients:
             return True
@@ -374,8 +374,7 @@ class Structure:
         return bool(wrong)
 
     def _values(self, features: Sequence[Hashable]) -> dict[int, int]:
-        """Return the values of the variables. One that has not occurred yet has its recorded value, scaled by the others'
-        ratios."""
+        """Return the values of the variables. A later one has its recorded value, scaled by the others' ratios."""
         values, proportion = {}, 1.0
         for variable, (hook, dimension) in enumerate(self._observed):
             recorded = _size_at(self._base.record.features[hook], dimension)

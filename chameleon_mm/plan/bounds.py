@@ -286,8 +286,7 @@ class _Step:
 
 
 def _cheapest_mix(recipes: Recipes, step: _Step, t: int, over: float, cost_model: LinkCost) -> Ideal:
-    """Return the bound with recomputation at tick `t`. Of the `over` bytes above the budget, some are swapped, some
-    recomputed."""
+    """Return the bound with recomputation at tick `t`. Some of the `over` bytes are swapped, some recomputed."""
     out_rate, back_rate = cost_model.d2h_gbps * 1e3, cost_model.h2d_gbps * 1e3
     recompute_time = RecomputeTime(recipes, t)
     before_us, after_us = float(step.before_us[t]), float(step.after_us[t])

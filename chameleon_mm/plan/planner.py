@@ -137,8 +137,7 @@ class HybridSearch:
         return True
 
     def _estimate_us(self, choice: Choice) -> float:
-        """Estimate the step's time with a link never idle and recomputation that takes no memory; infinite if above the
-        budgets."""
+        """Estimate the step's time with a link never idle and recomputation without memory; infinite if above the budgets."""
         problem, limits = self._problem, self._limits
         recipes, c = self._recipes, self._recipes.candidates
         rows = recipes.row[choice.dropped]
@@ -338,8 +337,8 @@ def _swap_only(
 
 
 def _mixed(hybrids: list[SwapPlan], swaps: list[SwapPlan], at_most: int, within: float) -> list[SwapPlan]:
-    """Return the best plan that recomputes, the best that only swaps if at most a quarter slower, then more plans that
-    recompute."""
+    """Return the best plan that recomputes, the best that only swaps if at most a quarter slower, then more of the first
+    kind."""
     best = hybrids[0]
     plans = [best, *(plan for plan in swaps[:1] if plan.step_us <= best.step_us * (1 + _WORTH_TRYING))]
     for plan in hybrids[1:]:

@@ -110,7 +110,7 @@ class Problem:
     def moves(
         self, who: Sequence[int], freed: Sequence[int], out_at: Sequence[int], reclaim_at: Sequence[int], in_at: Sequence[int]
     ) -> ActionColumns:
-        """Return the moves of candidates `who`, in the order of their uses. Each frees a multiple of 512 bytes, at most its
+        """Return the moves of candidates `who`, in the order of their uses. Each frees a multiple of 512 bytes within its
         size."""
         c = self.candidates
         which, freed_bytes, *hooks = (np.asarray(column, np.int64) for column in (who, freed, out_at, reclaim_at, in_at))

@@ -63,8 +63,7 @@ class Recipes:
     hold_hook: Int64s
     """(m,) first hook after the last write; the number of hooks if there is none."""
     is_kept: Bools
-    """(m,) True if backward reads the storage although no hook saved it: autograd keeps it on the device, like small
-    tensors."""
+    """(m,) True if backward reads the storage although no hook saved it: autograd keeps it, for example if it is small."""
     alone_hook: Int64s
     """(m,) first hook at which storages made from this one may be dropped: the model has released it, or autograd keeps it."""
     compare_us: Float64s

@@ -292,8 +292,7 @@ class _Pricing:
         self._free = self._alive_at_peaks(level)
 
     def _alive_at_peaks(self, level: Int64s) -> Bools:
-        """Return (m,): True if autograd keeps the storage, so that it exists anyway at the peak before a recomputation reads
-        it."""
+        """Return (m,): True if autograd keeps the storage, so that it exists at the peak before a recomputation reads it."""
         trace, recipes = self._recipes.trace, self._recipes
         alive = recipes.can_hold & recipes.is_kept & (recipes.needed_until >= 0)
         which = np.flatnonzero(alive)

@@ -39,8 +39,7 @@ def early_moves(candidates: Candidates, depth: int) -> ActionColumns:
 
 
 def drafts(problem: Problem, budget: int) -> Iterator[tuple[Scheduled, int]]:
-    """Yield the plans within `budget` that move all candidates whole, and their peaks. The deepest, which waits least, is
-    first."""
+    """Yield the plans within `budget` that move all candidates whole, and their peaks. The deepest is first: it waits least."""
     who = np.argsort(problem.candidates.use, kind="stable")
     candidates = problem.candidates.take(who)
     depths = list(range(_EACH_DEPTH + 1))

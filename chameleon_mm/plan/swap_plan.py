@@ -121,8 +121,7 @@ class SwapPlan:
             )
 
     def head_copy_us(self, unswapped_us: float) -> float:
-        """Return the time in which compute copies staying parts of partial moves. `unswapped_us`: the step's time without a
-        plan."""
+        """Return the time in which compute copies staying parts of partial moves. `unswapped_us`: step without a plan."""
         return self.step_us - self.stall_us - self.recompute_us - unswapped_us
 
     def _of_kind(self, kind: ActionKind) -> tuple[Action, ...]:
@@ -221,8 +220,7 @@ class ActionColumns:
         )
 
     def away(self, num_hooks: int) -> Int64s:
-        """Return (num_hooks,): bytes of device memory that are reclaimed and not allocated again, from each hook to the
-        next."""
+        """Return (num_hooks,): bytes of device memory that are reclaimed and not allocated again, after each hook."""
         return sum_over_time(num_hooks, self.reclaimed, self.reclaim_at, self.in_at)
 
 

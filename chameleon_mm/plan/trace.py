@@ -253,8 +253,8 @@ class TraceBuilder:
         inner_bytes: int = 0,
         link_bytes: tuple[int, int] = (0, 0),
     ) -> int:
-        """Add an operator that holds `inner_bytes` while it runs, and copies `link_bytes` (to the host, from the host). Returns
-        its number."""
+        """Add an operator that holds `inner_bytes` while it runs, and copies `link_bytes` (to host, from host). Returns its
+        number."""
         number = self._names.setdefault(name, len(self._names))
         self._add(op_tick=self.num_ticks, op_name=number, op_content=content, op_phase=phase, op_us=duration_us)
         for kind, tensors in (("read", reads), ("write", writes)):

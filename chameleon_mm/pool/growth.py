@@ -59,8 +59,8 @@ class Growth:
                 self._pin(wanted)
 
     def set_limit(self, nbytes: int) -> None:
-        """Set the limit, and free unused chunks until it is met or none is left. The host waits if the device still uses such a
-        chunk."""
+        """Set the limit, and free unused chunks until it is met or none is left. The host waits if the device still uses
+        one."""
         with self._chunks.lines, self._resizing:
             with self._ledger.lock:
                 self._ledger.check_open("limit_bytes")

@@ -202,8 +202,7 @@ class PinnedPool(Uncopied):
         return allocate
 
     def take_back(self) -> None:
-        """Return released blocks to the free list, and free chunks above a lowered limit. This saves the next allocation that
-        work."""
+        """Return released blocks to the free list, and free chunks above a lowered limit. The next allocation then need not."""
         ledger = self._ledger
         with ledger.lock:
             ledger.drain()
@@ -211,8 +210,7 @@ class PinnedPool(Uncopied):
             self._growth.shrink()
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """Record the release of a block. Called only by blocks. An append is atomic, and takes no lock that its thread may
-        hold."""
+        """Record the release of a block. Called only by blocks. An append is atomic, and takes no lock."""
         self._returned.append((ticket, events))
 
     # --- memory

@@ -288,8 +288,7 @@ class Operation:
         self.random_state: tuple[torch.Generator, Tensor] | None = None
         """Generator from which the operator drew, and the generator's state before."""
         self.dropped: list[tuple[Result, weakref.ref[Any]]] = []
-        """Dropped storages that the operator recomputes, each with its position among the call's tensors. One replay makes
-        all."""
+        """Dropped storages that the operator recomputes, each with its position in the call. One replay makes all."""
 
 
 class Call(NamedTuple):

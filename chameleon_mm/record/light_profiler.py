@@ -262,8 +262,7 @@ class LightProfiler:
     # --- slow path: a few hooks of a step, or all hooks of a new step
 
     def _saved_elsewhere(self, feature: _SaveFeature, number: int) -> bool:
-        """Note a save outside of a forward, on another thread than the last save, of a subclass, or missing in the followed
-        step."""
+        """Note a save outside of a forward, on another thread than the last, of a subclass, or missing in the followed step."""
         kind, shape, dtype, operators, since = feature
         thread = _thread_id()
         if thread != self._thread:
@@ -320,7 +319,7 @@ class LightProfiler:
             self._followed = None
 
     def _operator_of(self, node: Node | None) -> type | str:
-        """Return the identity of the operator whose backward is `node`: the node's class if that determines its name, else the
+        """Return the identity of the operator whose backward is `node`: the node's class if it determines the name, else the
         name."""
         if node is None:
             return "nobody"

@@ -158,8 +158,7 @@ class _Expected(NamedTuple):
 
 
 class StorageTable:
-    """Table of the storages of one step, written into `builder`. Not thread-safe, except for deaths and `retired`, on any
-    thread."""
+    """Table of the storages of one step, written into `builder`. Not thread-safe, except for deaths and `retired`."""
 
     def __init__(self, builder: TraceBuilder, *, allocated_bytes: int) -> None:
         self.owner = object()

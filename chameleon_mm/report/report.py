@@ -302,8 +302,7 @@ class SwapReport(Counters):
 
     @property
     def in_short(self) -> str:
-        """Return the result in one line: peak and step time against those of the step without swaps, and number of planned
-        steps.
+        """Return the result in one line: peak and step time against those of the step without swaps, and the planned steps.
 
         The peaks are of the largest kind of step. If a step of unknown kind took more, the line has only its peak."""
         warm_up, clock = self.warm_up.get("steps", 0), " (simulated)" if self.simulated else ""

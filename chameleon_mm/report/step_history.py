@@ -80,8 +80,7 @@ class StepFigures:
 
 
 def sums_of(steps: Sequence[StepFigures]) -> dict[str, Any]:
-    """Return number of `steps`, highest peak, median time, and stalls, copies and hidden share of timed steps. None:
-    unknown."""
+    """Return number of `steps`, highest peak, median time, and stalls, copies, hidden share of timed steps. None: unknown."""
     names = ("step_us", "stall_us", "copy_us")
     us = {name: [us for step in steps if (us := getattr(step, name)) is not None] for name in names}
     at_most = [step.peak_hbm_at_most_bytes for step in steps]

@@ -42,8 +42,7 @@ class Where(enum.Enum):
     """Place of the bytes: device, host, or being copied."""
 
     ON_DEVICE = "on_device"
-    """On the device. Begins after a copy back. Ends when a copy out is queued, or the memory is freed as the host has the
-    bytes."""
+    """On the device. Begins after a copy back. Ends when a copy out is queued, or memory is freed as the host has the bytes."""
     LEAVING = "leaving"
     """On the device, with a copy out queued or running. Ends once compute waits for that copy and the memory is freed."""
     ON_HOST = "on_host"

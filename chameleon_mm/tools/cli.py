@@ -148,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split `arguments` into our own and the command line of the program that `run` starts. The parser never sees the
-    latter."""
+    """Split `arguments` into our own and the command line of the program that `run` starts. The parser sees only our own."""
     if arguments[:1] != ["run"]:
         return arguments, []
     module = importlib.import_module("chameleon_mm.tools.run_command")

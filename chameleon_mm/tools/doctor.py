@@ -34,8 +34,7 @@ from chameleon_mm.units import format_size
 #
 # CHECKS: (section, name, check). check(root) returns a text, or raises with the reason and the command that fixes it
 #
-# Versions are read without importing a package, because an installed CuPy may fail to import. Memory limits are the
-# container's.
+# Versions are read without an import, because an installed CuPy may fail to import. Memory limits are the container's.
 
 Check = Callable[[Path], str]
 """Check of one part of the machine. Its argument is the folder that contains `proc` and `sys`."""
@@ -98,8 +97,7 @@ def gpus(root: Path) -> str:
 
 
 def segments(root: Path) -> str:
-    """Return a text about expandable segments of torch's caching allocator. Raises `Unavailable` without a GPU or without
-    them."""
+    """Return a text about expandable segments of torch's caching allocator. Raises `Unavailable` if they are off."""
     if not visible_gpus():
         raise Unavailable("no GPU")
     if not expandable_segments():

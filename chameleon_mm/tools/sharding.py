@@ -114,7 +114,7 @@ def _gathered(trace: Trace, groups: tuple[Int64s, ...], wider: float) -> Int64s:
 
 
 def _spans(trace: Trace, groups: tuple[Int64s, ...], phase: StepPhase) -> list[tuple[int, int, int]]:
-    """Return first and last operator of `phase` that read a group's parameters, and the group's number, ordered by the
+    """Return first and last operator of `phase` that read a group's parameters, and the group's number, in order of the
     first."""
     op = trace.op_of_read()
     in_phase = trace.op_phase[op] == phase

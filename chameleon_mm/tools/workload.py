@@ -61,8 +61,7 @@ def told_as(what: str) -> Iterator[None]:
 
 
 def like_built_in(text: str, *, cutoff: float) -> str | None:
-    """Return the built-in model whose name is most similar to `text`, with a similarity of at least `cutoff`, 0 to 1; else
-    None."""
+    """Return the built-in model whose name is most similar to `text`, if at least `cutoff` (0 to 1); else None."""
     return next(iter(difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=cutoff)), None)
 
 

@@ -41,8 +41,7 @@ def cuda_is_available() -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """Return a line for each GPU that torch sees: index, name, memory, capability. Empty without CUDA. Initialises CUDA if
-    available."""
+    """Return a line for each GPU that torch sees: index, name, memory, capability. Empty without CUDA. May initialise CUDA."""
     found = range(torch.cuda.device_count() if cuda_is_available() else 0)
     gpus = [(index, torch.cuda.get_device_properties(index)) for index in found]
     return [f"{i}: {gpu.name}, {format_size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}" for i, gpu in gpus]
@@ -287,10 +286,10 @@ class CudaDevice:
         return min(allowed, held + free)
 
     def current_stream(self) -> CudaStream:
-        """Return the stream as `Device.current_stream` does. Cheap enough for a hook: a `torch.cuda.Stream` is built only for a
-        new stream."""
-        # The driver's handle identifies a stream as torch's number does, and reading it builds no tuple. True for torch 2.11 to
-        # 2.13.
+        """Return the stream as `Device.current_stream` does. Cheap enough for a hook: builds a `torch.cuda.Stream` only
+        once."""
+        # The driver's handle identifies a stream as torch's number does, and reading it builds no tuple. True in torch
+        # 2.11-2.13.
         handle = torch._C._cuda_getCurrentRawStream(self.index)
         known = self._known_streams.get(handle)
         if known is None:

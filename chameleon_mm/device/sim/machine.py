@@ -197,8 +197,8 @@ class Ledger:
             )
 
     def lend(self, nbytes: int) -> None:
-        """Count `nbytes` of scratch memory that an operator allocates and frees. Raises `torch.OutOfMemoryError` if they do not
-        fit."""
+        """Count `nbytes` of scratch memory that an operator allocates and frees. Raises `torch.OutOfMemoryError` without
+        room."""
         self.make_room(nbytes)
         self.cumulative_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes + nbytes)
@@ -228,8 +228,7 @@ class Ledger:
         return died
 
     def _resized(self, buffer: Buffer, nbytes: int) -> None:
-        """Count a storage whose size has changed since it was last seen. Its old block went back to its stream, and it has a
-        new one."""
+        """Count a storage whose size has changed since it was last seen. Its old block was freed, and it has a new one."""
         charge = 0 if buffer.host else allocated_size(nbytes)
         self.make_room(max(0, charge - buffer.charged_bytes))
         self.observer.released(buffer)

@@ -353,8 +353,7 @@ class SimDevice:
 
 
 class _Compute:
-    """Context manager of `SimDevice.compute`. Not a generator: an abandoned generator would end its mode on the thread that
-    drops it."""
+    """Context manager of `SimDevice.compute`. Not a generator: that would end its mode on the thread that drops it."""
 
     def __init__(self, device: SimDevice, machine: Machine) -> None:
         self._device = device

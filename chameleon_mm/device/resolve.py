@@ -80,7 +80,7 @@ def gpu_name(tensor: torch.Tensor) -> str | None:
 
 
 def check_placement(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise `ValueError` if one of a model's `tensors` is neither on CUDA nor on the CPU, where a GPU is simulated."""
+    """Raise `ValueError` unless each of a model's `tensors` is on CUDA, or on the CPU for a simulated GPU."""
     for kind in (t.device.type for t in tensors):
         if kind not in ("cuda", "cpu"):
             raise ValueError(

@@ -235,7 +235,7 @@ def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], hel
                 in_at[i] = k + 1
                 away += selected[i]
                 here[first[i]] += selected[i]
-    for i in holding:  # later memory does not need it, but the reclaims may choose it
+    for i in holding:  # no hook over the budget needs them away, but a reclaim may choose them
         in_at.setdefault(i, held[i])
     return in_at
 

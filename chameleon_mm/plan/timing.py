@@ -106,7 +106,7 @@ class LinkCost:
 # whose result is used at once. Its time on a link without our copies counts as operator time.
 
 PROGRAMS = -1
-"""Number on an engine that marks a program's own copy."""
+"""Tensor number, in an engine's queue, of copies that the program itself makes; no tensor of a plan has it."""
 
 _AHEAD_BYTES = 64 * MIB
 """Maximum bytes of our copies on an engine while a step is recorded. A copy of the program may have waited for them."""

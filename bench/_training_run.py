@@ -59,11 +59,11 @@ class Followed:
     stall_us: float | None
     """Time that compute waited for copies, per timed step; None: none was timed."""
     steady: bool
-    """True if no plan was on trial any more, and every step followed this one."""
+    """True if all trials had ended, and every step followed this plan."""
     trace: Trace
     """Trace from which the plan was made."""
     link: LinkCost
-    """Link rates by the session's copies until the end."""
+    """Link rates that the session measured by its own copies."""
     replayable: frozenset[str]
     """Base names of the operators that may run again; empty if the session only swaps."""
     classes: Mapping[str, int]

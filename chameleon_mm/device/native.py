@@ -111,8 +111,8 @@ def _this_torch() -> list[str]:
 
 
 def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: bool = False) -> Path:
-    """Return the build of helper `name`. Compile it by `compiler` if no build fits, or if `again`, which takes up to a minute.
-    One process at a time compiles. The others wait, and return that build.
+    """Return the build of helper `name`. If no build fits, or `again` is true, compile one by `compiler`: up to a minute. One
+    process at a time compiles. The others wait, and return that build.
 
     `into`: a folder that is, or will be, in `sys.path`. The build is then for the minor release of torch, and readable by all.
 

@@ -185,8 +185,8 @@ RECENT_STEPS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraMemory:
-    """Bytes in addition to a trace. `spikes`: bytes by tick; they are allocated there, and freed before the next check of
-    memory. `keeps_gradients`: gradients that the trace makes exist before the step; `extra_bytes` lacks them."""
+    """Bytes that steps allocate beyond their trace. `spikes`: bytes by tick; they are allocated there, and freed before the
+    next check of memory. `keeps_gradients`: gradients that the trace makes exist before the step; `extra_bytes` lacks them."""
 
     extra_bytes: int = 0
     keeps_gradients: bool = False

@@ -289,7 +289,7 @@ class StorageTable:
         return traced
 
     def restored(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
-        """Note that `storage` has the bytes of `traced` too. After a use, `storage` is the one that autograd got."""
+        """Note `storage` as another storage with the bytes of `traced`. After a use, `storage` is the one that autograd got."""
         self.note_emptied()
         ref = self._refs.get(id(storage))
         if ref is not None and ref() is storage and ref.traced is traced and ref.over:

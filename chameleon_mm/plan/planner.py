@@ -110,7 +110,7 @@ class HybridSearch:
                 break
 
     def _halve(self, tried: set[tuple[int, ...]]) -> None:
-        """Plan choices from the whole path, then between the best and its neighbours, halving the distance each time. Estimates
+        """Plan choices spread over the whole path, then choices around the best one, at half the distance each time. Estimates
         are useless if memory has no room for the recomputations."""
         step = max(1, self._last // _APART)
         for part in range(0, self._last + 1, step):

@@ -379,7 +379,7 @@ class _Writer:
         held = np.array(self._recomputations.held, np.int64)
         natural = old.tensor_dies[held].astype(np.int64)
         tensors["released"][held] = np.where(natural < old.num_ticks, self._end[natural], NEVER)
-        # Only after the model has released it, its copy surely has the bytes that recipes read: Note [Relied on].
+        # Its copy is certain to have the bytes that recipes read only if made after the model released it: Note [Relied on].
         since = np.where(recipes.is_kept[held], recipes.hold_hook[held], recipes.alone_hook[held])
         sendable[held] = hook_of[np.minimum(since, len(hook_of) - 1)]
         tensors["kind"][held] = TensorKind.ACTIVATION

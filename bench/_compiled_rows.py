@@ -27,7 +27,7 @@ MODEL, ROWS = "llama-7b", 4
 """Model that is compiled, and rows of a batch by default; --seq is its context by default."""
 
 _PARTS = (4, 8)
-"""Budgets beside the default: what never moves, and this part of the activations that are idle at the peak."""
+"""Divisors for further budgets: each is what never moves, plus the activations idle at the peak divided by one of these."""
 
 _NAMES = {
     "no swapping": "no swap",

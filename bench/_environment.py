@@ -1,4 +1,4 @@
-"""Header of a result file: the environment without which its numbers mean nothing.
+"""Header of a result file: the environment in which its numbers were measured.
 
     header = environment("copy", device)     # schema, device, simulated, stand_in, commit, dirty, versions, date
     path = results / result_name("copy", device.name)

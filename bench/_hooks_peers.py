@@ -32,16 +32,16 @@ from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.units import KIB
 
 TENSOR_BYTES = 4 * KIB
-"""Bytes of each saved tensor: few, because the host's work for a tensor is measured, and does not depend on its size."""
+"""Bytes of each saved tensor: few, because the measured host work for a tensor does not depend on its size."""
 
 ALONE = Thresholds.direct()
-"""Thresholds by which each tensor has its own copy, as tensors of 1 MiB and more have."""
+"""Thresholds that give each tensor its own copy, as for tensors of 1 MiB or more."""
 
 PLANNED_SHARE = 0.1
 """Share of the chain's bytes that a session that plans may hold: nearly all tensors leave the device by its plan."""
 
 FAR = LinkCost(d2h_gbps=1e-6, h2d_gbps=1e-6, duplex_gbps=2e-6)
-"""Link so slow that no copy is worth its time: plans drop and recompute all tensors that have to leave."""
+"""Rates of a link so slow that plans swap nothing: they drop and recompute all tensors that do not fit."""
 
 UNPLANNED_STEPS = 2
 """Steps under `save_on_cpu` before the timed ones: the first pins memory, the second follows the order of the first."""
@@ -95,7 +95,7 @@ def peers(device: Device, saves: int) -> Mapping[str, Peer]:
 
 
 class _Timed:
-    """Hook with the time spent inside it. The operators around it take much longer, and vary by more than a hook takes."""
+    """Hook that adds up its own time. The operators around it take far longer, and vary by more than a hook takes."""
 
     def __init__(self, hook: Callable[[Any], Any]) -> None:
         self._hook = hook

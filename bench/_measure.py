@@ -37,7 +37,7 @@ __all__ = ["Cell", "Column", "Figure", "Results", "Waived", "environment", "inte
 _Sample = TypeVar("_Sample")
 
 _SAME = 0.005
-"""Percentiles closer to the median than this share of it are not shown: their digits would be the same."""
+"""Share of the median. Percentiles that differ from it by less are not shown: their digits would be the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Column:
 
     key: str
     title: str
-    """For people, with the unit and short, since tables fit 80 columns: "pinned GB/s"."""
+    """Short title with the unit, since tables fit 80 columns: "pinned GB/s"."""
     formula: str
     """Formula of a sample: "bytes * copies / elapsed"."""
     simulated: bool = False
@@ -180,7 +180,7 @@ class Results:
         """
         measured = [c for c in self.columns if any(isinstance(row.cells[c.key], Figure) for row in self.rows)]
         table = Table(box=box.SIMPLE_HEAVY, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("", no_wrap=True)  # a row is found by its name, which may not wrap; a figure and its spread may
+        table.add_column("", no_wrap=True)  # readers find a row by its name, so names do not wrap; figures with a spread may
         for column in measured:
             table.add_column(_title(column), justify="right")
         for row in self.rows:
@@ -250,8 +250,8 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Disable the garbage collector: the peer that makes most objects would pay for collecting those of all. Run operators on
-    one thread: idle threads would spin until there is work, which counts as processor time."""
+    """Disable the garbage collector: otherwise the peer that makes the most objects would collect those of all peers. Run
+    operators on one thread: idle threads would spin until there is work, which counts as processor time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

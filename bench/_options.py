@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 TINY: dict[str, Any] = {"layers": 10, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
-"""Llama: small enough for a CPU, large enough that every activation is worth moving (1 MiB and more). It has so many blocks
-that an eighth of them needs more memory than the part that must be present at once."""
+"""Llama: small enough for a CPU, yet every activation is large enough to move (1 MiB or more). An eighth of its blocks needs
+more memory than the part that must be present at once."""
 FILL: dict[str, Any] = {"width": 4096, "heads": 32, "ffn": 14336, "seq": 4096, "batch": 4, "dtype": "bfloat16"}
 """Llama: blocks as in Llama 3 8B, without grouped heads; `fill_layers` gives their number."""
 

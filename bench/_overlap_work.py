@@ -46,7 +46,7 @@ class Sizes:
 
 
 class Sample(NamedTuple):
-    """Times of one run, from its start to the end of everything, of the compute, and of the traffic."""
+    """Times of one run, from its start: until all is done, until compute is done, until traffic is done."""
 
     total_us: float
     compute_us: float
@@ -62,7 +62,7 @@ class Traffic:
     issue_one: Callable[[str, int], None]
     """Enqueues the n-th unit on the stream of a name."""
     packing: Stream | None = None
-    """A further stream that works for each unit."""
+    """Another stream that takes part in each unit."""
 
     def issue(self, names: Sequence[str], turn: int) -> None:
         """Enqueue a unit on each of the streams `names`."""

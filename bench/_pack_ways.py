@@ -63,7 +63,7 @@ class Sample(NamedTuple):
     gbps: float
     """1e9 bytes a second, from the earliest begin of the first copy until the last has arrived."""
     host_us: float
-    """Host time per tensor until all are handed over, without the time spent waiting for the link to take more."""
+    """Host time per tensor until all copies are queued, without waits for the link."""
 
 
 Way = Callable[[Event], float]
@@ -129,7 +129,7 @@ class Ways:
             while begun < len(moves) and moves[begun].done is not None:
                 begun += 1
             if begun == len(moves) or (begun, moves[begun].next_byte) != before:
-                host_us += self._device.host_us - began_us  # it handed something over; else the link was busy
+                host_us += self._device.host_us - began_us  # time counts only if a copy was handed over; else the link was busy
         if (done := moves[-1].done) is not None:
             self._compute.wait(done)  # the queue is a FIFO: the end of the last is the end of all
         return host_us

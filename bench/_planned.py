@@ -28,7 +28,7 @@ QUANTITIES = ("step ms", "peak GiB", "stall ms", "recomputing ms")
 
 
 def planned_table(device: Device) -> Results:
-    """Predicted against measured: four rows for each session."""
+    """Table of predicted and measured figures: four rows for each session."""
     return _table(
         device,
         {

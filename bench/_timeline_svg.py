@@ -30,7 +30,7 @@ _COPY, _OF_THE_STORAGE, _PLANNED, _UNSWAPPED, _TEXT = "#f7c99b", "#d94801", "#21
 
 
 class Mark(NamedTuple):
-    """Time of an event of the followed storage."""
+    """Time of one event in the life of the followed storage."""
 
     name: str
     at_us: float

@@ -65,7 +65,7 @@ class Followed:
     trace: Trace
     """Trace from which the plan was made."""
     link: LinkCost
-    """Link rates by the session's copies until the end."""
+    """Link rates that the session measured by its own copies."""
     replayable: frozenset[str]
     """Base names of the operators that may run again; empty if the session only swaps."""
     classes: Mapping[str, int]

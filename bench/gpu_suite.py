@@ -52,7 +52,7 @@ class Part:
     cap_s: float
     """Maximum time."""
     least_s: float
-    """Minimum time with which it is started; earlier parts leave it free."""
+    """Minimum time for a start of the part; earlier parts reserve it."""
     rehearsal: Sequence[str] = ()
     """More arguments on the CUDA stand-in, where a CPU does the work."""
     is_tests: bool = False
@@ -86,9 +86,9 @@ class Wanted(NamedTuple):
     name: str
     theme: str
     table: str | None
-    """None: the record is one table."""
+    """None: the record has only one table."""
     rows: tuple[str, ...]
-    """Beginnings of rows' names, ours first, then its peers. For each, the last row that begins so counts."""
+    """Prefixes of row names: ours, then its peers'. For each prefix, the last row with it counts."""
     column: str
     unit: str
 
@@ -209,8 +209,8 @@ def run_suite(parts: Sequence[Part], out: Path, budget_s: float, root: Path, con
 
 
 def allotted_s(part: Part, remaining_s: float, later: Sequence[Part]) -> float:
-    """Seconds that `part` may take: the time that remains without the least of every later part, at most its cap, at least its
-    own least. 0: do not start it."""
+    """Seconds that `part` may take: the remaining time less the minimum times of all later parts, between its own minimum and
+    maximum. 0: not even its minimum remains, so do not start it."""
     if remaining_s < part.least_s:
         return 0.0
     free = remaining_s - sum(other.least_s for other in later)

@@ -36,7 +36,7 @@ COLUMNS = columns(
     simulated=True,
 )
 MODEL, SHARE = "llama", 0.5
-"""Model that is trained, and the budget as a share of the highest step's peak."""
+"""Model to train, and the budget as a share of the highest peak of any step."""
 
 _NO_SESSION = Waived("no session: nothing is recorded")
 _NO_PLANS = Waived("plans=False: nothing is recorded")

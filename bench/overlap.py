@@ -55,8 +55,8 @@ from chameleon_mm.units import MIB, format_size
 WAYS: dict[str, tuple[str, ...]] = {"H2D": ("h2d",), "D2H": ("d2h",), "both ways": ("h2d", "d2h")}
 MAX_SLOWDOWN, MIN_KEPT = 1.01, 0.97
 
-_COPY_SHARE = 0.9  # share of the compute's time: the engines are busy almost throughout, and all copies could be hidden
-_LONGER = 1.25  # copies last longer than the compute that is measured with them: they never pause while it runs
+_COPY_SHARE = 0.9  # time of the copies / time of the compute: all copies could be hidden
+_LONGER = 1.25  # time of the copies / time of the compute: copies never pause while compute runs
 _LIMIT_S = 3.0
 
 _GPU_SIZES = Sizes(gemm=8192, stream_elements=128 * MIB, dtype=torch.bfloat16, chunk_bytes=32 * MIB, target_us=30_000)

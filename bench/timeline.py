@@ -37,7 +37,7 @@ COLUMNS = columns(
 )
 CONFIG = GPTConfig(layers=4, width=64, heads=2, context=8192)
 SHARE = 0.62
-"""Share of the memory that a step adds which the budget leaves."""
+"""Part of a step's added memory that fits into the budget."""
 
 _NONE_MOVED = Waived("nothing is copied without swapping")
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def table(found: Comparison, device: SimDevice) -> Results:
-    """Table with a row for each of both steps."""
+    """Table with one row per step."""
     results = Results("timeline", device, COLUMNS)
     config = found.config
     results.notes += [

@@ -65,7 +65,7 @@ class NativeBuildError(ChameleonError, RuntimeError):
 
 
 class ProgramInterrupted(KeyboardInterrupt):
-    """An interrupt ended the program run by `chameleon-mm run` and was reported. The process must end as Python does then."""
+    """An interrupt ended the program of `chameleon-mm run` and was reported. The process must end as Python does after one."""
 
 
 # --- Checks of argument types. The error is one line: what was expected, what was found, what to do

@@ -6,7 +6,7 @@ base_name(name) in PRODUCTS             may run again where a replay was tested 
 base_name(name) in VIEWS                makes a view: computes nothing and writes nothing
 
 Operators in no set must not run again: attention, collectives, custom operators, scatters with atomic additions. In-place
-variants are in the same sets as the others: an operator that writes to its input is replayed on a copy.
+variants are in the same sets, because an operator that writes to its input is replayed on a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VIEWS = _aten(
     view_as_real _conj _neg_view unsafe_split unsafe_split_with_sizes unsafe_chunk set_data detach_ _nested_view_from_buffer
     """
 )
-"""Operators whose result lies in an existing storage. A trace lists that storage as returned; its bytes do not change."""
+"""Operators whose result is in an existing storage. A trace lists that storage as returned; its bytes do not change."""
 
 ELEMENTWISE = (
     _aten(
@@ -81,7 +81,7 @@ RANDOM = _aten(
 """Operators that draw random numbers: the same numbers again if the generator's state is restored first."""
 
 BATCH_NORMS = _aten("cudnn_batch_norm miopen_batch_norm native_batch_norm")
-"""Operators of `NORMS` that run again without the running statistics that they update, and not if they only read some."""
+"""Operators of `NORMS` that run again without running statistics that they update, but not if they only read them."""
 
 EMBEDDING = _aten("embedding")
 

@@ -45,8 +45,8 @@ _SHARE = re.compile(r"\s*(\d+\.\d+|\d+(?=\s*%))\s*(%?)\s*")
 def parse_size(size: int | str, *, what: str = "size", otherwise: str = "") -> int:
     """Bytes of `size`: an integer of bytes, or text such as "20GiB", "1.5 MiB", "8GB" (KiB.. are 1024-based, KB.. 1000-based).
 
-    Fractions of a byte are rounded down, so that a budget is never exceeded: "112.3GiB" is 120581206835 bytes. `what` names
-    the argument in the error, `otherwise` what it may be instead of a size.
+    Fractions of a byte are rounded down, so that a budget is never exceeded: "112.3GiB" is 120581206835 bytes. `what`: name of
+    the argument in the error. `otherwise`: what else the argument may be.
 
     Raises `TypeError` for another type. Raises `ValueError` for text that is not a size, for a negative size, for 8 EiB or
     more, and for a fraction of a byte ("1.5"), where a unit was probably left out.
@@ -74,7 +74,7 @@ def _parse_text(size: str, what: str, otherwise: str) -> int:
 
 
 AUTO = "auto"
-"""Budget that the library finds by itself, as it does for None."""
+"""Budget that the library determines itself, as for None."""
 
 
 def is_auto(budget: object) -> bool:
@@ -101,7 +101,7 @@ def parse_budget(budget: float | str, whole: Callable[[], int] | None = None, *,
 
 
 def share_of(budget: float | str, what: str) -> Fraction | None:
-    """Share that a budget is, above 0 and at most 1; None: it is a number of bytes. Raises as `parse_budget` does."""
+    """Return the share of a budget, above 0 and at most 1; None: it is a number of bytes. Raises as `parse_budget` does."""
     share: Fraction | None = None
     if isinstance(budget, str):
         match = _SHARE.fullmatch(budget)
@@ -133,7 +133,7 @@ def allocated_size(nbytes: _Bytes) -> _Bytes:
 
 
 def format_size(nbytes: float) -> str:
-    """Text of `nbytes` for people: "1.50 GiB", "12.0 MiB", "512 B"."""
+    """Return a readable text of `nbytes`: "1.50 GiB", "12.0 MiB", "512 B"."""
     for factor, unit in _SHOWN:
         if abs(nbytes) >= factor:
             value = nbytes / factor
@@ -142,13 +142,13 @@ def format_size(nbytes: float) -> str:
 
 
 def format_apart(sizes: Sequence[int]) -> list[str]:
-    """Texts of different sizes, as of `format_size`; in bytes if two of them would be alike."""
+    """Return texts of different sizes, as by `format_size`; in bytes if two texts would be equal."""
     texts = [format_size(nbytes) for nbytes in sizes]
     return texts if len({*texts}) == len(sizes) else [f"{nbytes} B" for nbytes in sizes]
 
 
 def printable(text: str) -> str:
-    """Text that any UTF-8 file and terminal takes: lone surrogates, as of hostile names, are escaped."""
+    """Return text for any UTF-8 file and terminal: lone surrogates, as in hostile names, are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -166,7 +166,7 @@ def format_size_up(nbytes: int) -> str:
 
 
 def format_us(us: float | None) -> str:
-    """Text of a duration for people: "3.20 s", "12.4 ms", "8.0 us"; "not measured" for None."""
+    """Return a readable text of a duration: "3.20 s", "12.4 ms", "8.0 us"; "not measured" for None."""
     if us is None:
         return "not measured"
     if us >= 1e6:

@@ -1,4 +1,4 @@
-"""Swaps a session's memory besides activations, as requested: an optimizer's state, a model's parameters and their gradients.
+"""Swap a session's memory besides activations, if requested: an optimizer's state, a model's parameters and gradients.
 
 swap = ModelSwap(model, optimizer, parameters="swap")      # checks them
 executor = Executor(swap.device_for(device), ...)
@@ -30,12 +30,12 @@ from chameleon_mm.swap.checksums import Checksums
 from chameleon_mm.swap.executor import Executor
 
 BUCKET_SHARE = 1 / 16
-"""Share of the budget for a bucket's state: three are on the device at once, with parameters and gradients of that size, so
-they take three eighths of it. Measured as `WINDOW_SHARE`: half of it makes a step 1.7 % longer, twice of it 1.1 % shorter."""
+"""Share of the budget for the state of a bucket. Three buckets are on the device at once, with parameters and gradients of that
+size: 3/8 of the budget. Measured like `WINDOW_SHARE`: with half of it a step is 1.7 % longer, with twice 1.1 % shorter."""
 
 
 def tensors_of(model: nn.Module | None) -> list[Tensor]:
-    """Parameters and buffers of a model, without lazy ones, which its first forward makes; empty for None."""
+    """Return the parameters and buffers of a model, except lazy ones, which its first forward makes; empty for None."""
     return [] if model is None else [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
 
 
@@ -61,7 +61,7 @@ class ModelSwap:
         if self._model is None:
             return device
         self._beside = DeviceBesideWindow(device)
-        return cast(Device, self._beside)  # which has all that it has not from `device`
+        return cast(Device, self._beside)  # which takes all other members from `device`
 
     def bind(self, executor: Executor, hbm_budget_bytes: int) -> None:
         """Swap with the executor's link, pool and budget. Raises `InfeasibleBudget`."""
@@ -76,9 +76,9 @@ class ModelSwap:
 
     @contextmanager
     def changing_budget(self, hbm_budget_bytes: int) -> Iterator[int]:
-        """Context for a change of an executor's budget, which it yields. If the block raises, nothing is changed here.
+        """Context for a change of the budget. Yields the executor's budget. If the block raises, changes nothing here.
 
-        Raises `InfeasibleBudget` for a budget below the needs of parameters.
+        Raises `InfeasibleBudget` if the budget is too small for the parameters.
         """
         if self._parameters is None:
             yield hbm_budget_bytes
@@ -92,20 +92,20 @@ class ModelSwap:
     def hooks(
         self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Return autograd's two hooks, extended to bring used parameters back."""
+        """Return autograd's two hooks, extended to bring used parameters to the device."""
         if self._parameters is None:
             return save, use
         return self._parameters.save_hook(save), self._parameters.use_hook(use)
 
     def is_hidden(self, storage: torch.UntypedStorage) -> bool:
-        """True if the memory of `storage` is not part of an executor's plans."""
+        """True if the memory of `storage` is not part of the executor's plans."""
         if self._parameters is not None and self._parameters.window.find(storage) is not None:
             return True
         return self._state is not None and self._state.home.find(storage) is not None
 
     @property
     def movable_bytes(self) -> int:
-        """Bytes that are on the device now and may leave."""
+        """Bytes that are on the device now and may be swapped out."""
         state = 0 if self._state is None else self._state.resident_bytes
         return state + (0 if self._parameters is None else self._parameters.resident_bytes)
 
@@ -123,7 +123,7 @@ class ModelSwap:
         )
 
     def attach(self, stack: ExitStack) -> None:
-        """Swap until `stack` is left; then everything is back on the device."""
+        """Swap until `stack` is closed. Then bring everything back to the device."""
         stack.callback(setattr, self, "_snapshots", None)  # snapshots held by other code live on
         if self._parameters is not None:
             self._parameters.attach(stack)
@@ -132,12 +132,12 @@ class ModelSwap:
             self._state.attach()
 
     def let_go(self) -> None:
-        """Drop the model and the optimizer, once nothing of them swaps any more."""
+        """Drop the model and the optimizer, once their memory is no longer swapped."""
         self._optimizer = self._model = self._given_model = None
         self._state = self._parameters = None
 
     def snapshots(self, what: str, executor: Executor) -> Snapshots:
-        """Snapshots of the model and its optimizer, for the session's method `what`. Raises `ValueError` without a model."""
+        """Return snapshots of model and optimizer, for the session's method `what`. Raises `ValueError` without a model."""
         if self._given_model is None:
             raise ValueError(f"session.{what}(): expected a session that knows its model; make it SwapSession(model=model)")
         if self._snapshots is None:
@@ -146,12 +146,12 @@ class ModelSwap:
         return self._snapshots
 
     def copier(self, executor: Executor) -> Copier:
-        """Copier of the session's tensors, wherever they are."""
+        """Return a copier of the session's tensors on device or host."""
         return Copier(Home(executor), self._parameters, self._state)
 
     def repair(self, executor: Executor) -> Repair:
-        """Take a snapshot for the step that begins, and return the way to restore it. Raises the errors of `snapshots` and
-        `take`, and `ValueError` without an optimizer."""
+        """Take a snapshot for the step that begins, and return how to restore it. Raises the errors of `snapshots` and `take`,
+        and `ValueError` without an optimizer."""
         snapshots = self.snapshots("run_step", executor)
         if self._optimizer is None:
             raise ValueError(
@@ -171,5 +171,5 @@ class ModelSwap:
 
 
 def bucket_bytes_within(hbm_budget_bytes: int) -> int:
-    """Bytes of state that are stepped together within a budget."""
+    """Return the bytes of optimizer state that are stepped together within a budget."""
     return min(BUCKET_BYTES, int(hbm_budget_bytes * BUCKET_SHARE))

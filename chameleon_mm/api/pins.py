@@ -1,6 +1,6 @@
 """Find the modules that pins name: by a pattern of paths, as the module itself, or by a class.
 
-check_pins("keep", ["*.lm_head", nn.LayerNorm])       # types alone, before there is a model
+check_pins("keep", ["*.lm_head", nn.LayerNorm])       # checks only types, before there is a model
 modules = pinned_modules("keep", pins, model)         # ValueError for a pin that names no module, with near names
 """
 
@@ -27,10 +27,10 @@ def check_pins(option: str, pins: object) -> None:
 
 
 def pinned_modules(option: str, pins: object, model: nn.Module | None) -> list[nn.Module]:
-    """Return the modules of `model` that `pins` name, themselves without those inside them.
+    """Return the modules of `model` that `pins` name, without their submodules.
 
-    A pattern is matched as by `fnmatch.fnmatchcase` with each path of `named_modules`; `*` matches dots, too. Raises
-    `TypeError` as `check_pins` does, and `ValueError` without a model or for a pin that names no module of it.
+    A pattern is matched with each path of `named_modules` by `fnmatch.fnmatchcase`; `*` matches dots too. Raises `TypeError` as
+    `check_pins` does. Raises `ValueError` without a model, or for a pin that names none of its modules.
     """
     check_pins(option, pins)
     assert isinstance(pins, (list, tuple))
@@ -47,7 +47,7 @@ def pinned_modules(option: str, pins: object, model: nn.Module | None) -> list[n
 
 
 def text_of(pin: str | nn.Module | type[nn.Module]) -> str:
-    """Short text of a pin: its pattern, or its class's name."""
+    """Return a short text for a pin: its pattern or the name of its class."""
     return pin if isinstance(pin, str) else pin.__name__ if isinstance(pin, type) else type(pin).__name__
 
 
@@ -59,7 +59,7 @@ def _names(pin: object, path: str, module: nn.Module) -> bool:
 
 def _no_match(option: str, pin: str | nn.Module | type[nn.Module], paths: dict[str, nn.Module]) -> str:
     if isinstance(pin, str):
-        # Paths like it as a whole, else with a last part like its last part.
+        # Paths that resemble the pattern, else paths whose last part resembles its last part.
         bare, first = pin.strip("*."), {path.rpartition(".")[2]: path for path in reversed(paths)}
         near = get_close_matches(bare, paths) or [first[part] for part in get_close_matches(bare.rpartition(".")[2], first)]
         near = near or [path for path in paths if path]

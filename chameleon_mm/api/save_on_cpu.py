@@ -1,10 +1,10 @@
 """Drop-in for `torch.autograd.graph.save_on_cpu`: same call, exact, overlapped, reclaimed in stream order.
 
-    with save_on_cpu(pin_memory=True):        # hooks for this block; its saved tensors are swapped until their last use
+    with save_on_cpu(pin_memory=True):        # hooks for this block: its saved tensors are swapped until their last use
         loss = model(x)
-    loss.backward()                           # in the first pass last saved first, later in the order of the previous pass
+    loss.backward()                           # swaps in: first pass last saved first, later in the previous pass's order
 
-There is no step here, and the budget is a session's default. Two constants bound the memory of copies in each direction.
+There are no steps, and the budget is a session's default. Two constants limit the memory of copies, one per direction.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from chameleon_mm.swap.executor import Executor, autograd_hooks
 from chameleon_mm.units import AUTO, MIB, is_auto, parse_budget, parse_size
 
 LEAVING_BYTES = 256 * MIB
-"""HBM that copies out may hold before compute waits for the oldest: 5 ms of copying at 55 GB/s."""
+"""Device memory that copies out may hold before compute waits for the oldest: 5 ms of copies at 55 GB/s."""
 
 AHEAD_BYTES = 256 * MIB
-"""HBM that prefetches may hold before their first use."""
+"""Device memory that prefetches may hold before their first use."""
 
 
 def check_early(given: Mapping[str, Any]) -> None:
-    """Raise `TypeError` or `ValueError` for a wrong argument of a session or `save_on_cpu`, as far as no device is needed."""
+    """Raise `TypeError` or `ValueError` for a wrong argument of a session or `save_on_cpu` that needs no device to check."""
     for name, value in given.items():
         if name in ("verify", "plans", "recompute"):
             check_type(name, value, bool, "True or False", "pass one of the two")
         elif value is None or (name == "device" and str(value).startswith("cuda")):
-            continue  # a GPU is not asked: that would start CUDA
+            continue  # no query of a GPU: it would start CUDA
         elif name in ("keep", "never_recompute"):
             check_pins(name, value)
         elif name in ("hbm_budget", "host_budget"):
@@ -62,29 +62,28 @@ def check_early(given: Mapping[str, Any]) -> None:
             resolve_device(value)
 
 
-class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a class used as a function
+class save_on_cpu:  # noqa: N801 - torch's name: a class used as a function
     """Within this context, tensors saved for backward are swapped to pinned host memory and back, bit for bit.
 
-    `pin_memory`, `device_type`: torch's arguments, accepted without effect: memory is always pinned, and `device` decides.
+    `pin_memory`, `device_type`: torch's arguments, accepted without effect. Memory is always pinned, on the device `device`.
     `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA if available, else the simulator). `min_bytes`: minimum size of
-    a storage to move (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one. `thresholds`: the way by which each size
-    travels (None: packed together below 128 KiB, each alone from there on).
+    a storage to move (None: 1 MiB). `pool`: a `PinnedPool` to share (None: a new pool). `thresholds`: sizes from which storages
+    move alone (None: those below 128 KiB are packed together).
 
-    Device memory is kept within a session's default budget, nine tenths of what the device has free or this process holds
-    there. If that is used up, and in a first pass without a forecast, compute waits for copies, on the device. Torch's own
-    hooks copy at each save and back at each use.
-    Besides their memory this takes
+    Device memory is kept within a session's default budget: nine tenths of the memory that is free on the device or held by
+    this process there. If that is full, and in a first pass without a forecast, compute waits for copies, on the device.
+    Torch's own hooks copy at every save and back at every use. It takes more device memory than torch's hooks:
 
     1. the storages of the tensors that one operator saves, until the next hook, because an operator may write what it saved;
-    2. for the tensors that one node of backward uses, the rest of their storages if views of them were saved, and once more the
-       bytes of a view that left without its storage;
+    2. for saved views that one node of backward uses, the rest of their storages, and twice the bytes of a view that was copied
+       without its storage;
     3. storages smaller than `min_bytes`;
-    4. once a pass has shown how far allocation climbs between two hooks, `LEAVING_BYTES` for copies out and `AHEAD_BYTES` for
-       prefetches, within the nine tenths.
+    4. once a pass has shown how much allocation grows between two hooks, `LEAVING_BYTES` for copies out and `AHEAD_BYTES` for
+       prefetches, within the budget.
 
-    May be entered again, nested (the innermost acts) and on several threads; keeps its pool and forecasts between entries.
-    Hooks act on the thread that entered, which must leave it (`RuntimeError` on another). Graphs compiled by dynamo are swapped
-    where they save a tensor; dynamo never traces the hooks. Raises `TypeError` for an argument of another type, and
+    It may be entered repeatedly, nested (the innermost acts) and on several threads. It keeps its pool and forecasts between
+    entries. Hooks act on the thread that entered, which must exit it (`RuntimeError` on another). Tensors saved by graphs that
+    dynamo compiled are swapped too; dynamo never traces the hooks. Raises `TypeError` for an argument of another type, and
     `ValueError` for a malformed size, an unknown device or a pool of another device.
     """
 
@@ -116,7 +115,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
         )
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*autograd_hooks(self._executor))
         self._entered = threading.local()
-        """`times`: number of contexts that the thread is inside of: hooks are per thread."""
+        """`times`: number of contexts that the thread is in. Hooks are per thread."""
 
     def __enter__(self) -> None:
         self._hooks.__enter__()
@@ -134,16 +133,16 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             self._executor.raise_late_error()
 
 
-# --- Replaces `torch.autograd.graph.save_on_cpu`, for libraries that offer it as their own option
+# --- Replacement of `torch.autograd.graph.save_on_cpu`, for libraries that use it for an option of their own
 #
-# Modules that imported the name before see the replacement, too. The replacing class keeps the original.
+# It also replaces the name in modules that imported it earlier. The replacing class keeps the original.
 
 
 class InstalledSaveOnCpu(saved_tensors_hooks):
     """Replacement of torch's `save_on_cpu`: the same arguments and base class, one pool for all instances."""
 
     installed: ClassVar[type[InstalledSaveOnCpu]]
-    """The subclass that `install` made, whose instances are in use."""
+    """Subclass that `install` made."""
     replaced: ClassVar[type]
     arguments: ClassVar[dict[str, Any]]
     _manager: ClassVar[save_on_cpu | None] = None
@@ -156,25 +155,25 @@ class InstalledSaveOnCpu(saved_tensors_hooks):
     def __enter__(self) -> None:
         self._shared.__enter__()
 
-    def __exit__(self, *raised: Any) -> None:  # noqa: PYI036 - what the base class declares, passed on
+    def __exit__(self, *raised: Any) -> None:  # noqa: PYI036 - declared as in the base class
         self._shared.__exit__(*(raised or (None, None, None)))
 
     @classmethod
     def _the_manager(cls) -> save_on_cpu:
-        """Make the manager with the first instance, because the current device may be set after `install`."""
+        """Return the manager. The first instance makes it, because the current device may be set after `install`."""
         installed = cls.installed
         if installed._manager is None:
             installed._manager = save_on_cpu(**installed.arguments)
-            installed._manager._hooks.is_hint = True  # type: ignore[attr-defined]  # inside of a session, as torch's own is
+            installed._manager._hooks.is_hint = True  # type: ignore[attr-defined]  # inside a session, like torch's own
         return installed._manager
 
 
 def install(**save_on_cpu_args: Any) -> None:
     """Replace `torch.autograd.graph.save_on_cpu` by ours, in all modules that imported it, until `uninstall`.
 
-    `save_on_cpu_args` are our keywords (`device`, `min_bytes`, `pool`, `thresholds`); `device` defaults to the current one at
-    the first use. Does nothing if the same is installed already. Raises `RuntimeError` if it is installed with other arguments,
-    `TypeError` for an unknown argument, and `ValueError` for a malformed size.
+    `save_on_cpu_args`: keywords of ours (`device`, `min_bytes`, `pool`, `thresholds`). `device` defaults to the current device
+    at the first use. Does nothing if the same is installed already. Raises `RuntimeError` if it is installed with other
+    arguments, `TypeError` for an unknown argument, and `ValueError` for a malformed size.
     """
     check_keywords("install", save_on_cpu_args, save_on_cpu, but=("pin_memory", "device_type"))
     check_early(save_on_cpu_args)
@@ -189,8 +188,7 @@ def install(**save_on_cpu_args: Any) -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's own `save_on_cpu` everywhere. Does nothing if ours is not installed. Graphs with tensors saved by ours
-    stay valid."""
+    """Restore torch's own `save_on_cpu` everywhere. Does nothing if ours is not installed. Graphs saved by ours stay valid."""
     there: Any = torch.autograd.graph.save_on_cpu
     if issubclass(there, InstalledSaveOnCpu):
         _replace(there, there.replaced)

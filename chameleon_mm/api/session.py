@@ -1,13 +1,13 @@
-"""The session around a training loop: installs hooks while it is open, and marks the bounds of every optimizer step.
+"""Session around a training loop: installs hooks while it is open, and marks the bounds of each optimizer step.
 
     session = SwapSession(hbm_budget="20GiB")
     with session:                                  # NEW -> OPEN: budget checked, hooks installed on this thread
         with session.step():                       # one optimizer step, micro-batches inside
             loss = model(batch); loss.backward(); opt.step(); opt.zero_grad()
-        session.run_step(fn)                       # the same, and run again if it runs out of memory
+        session.run_step(fn)                       # the same; runs the step again if it runs out of memory
     print(session.report())                        # OPEN -> CLOSED at the end of the block
 
-This module only keeps order; `plan`, `follow` and `swap` decide the moves and their times.
+This module only orders the calls; `plan`, `follow` and `swap` decide what moves and when.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Phase(enum.Enum):
     OPEN = "open"
     """Inside `with session:`, between steps."""
     IN_STEP = "in_step"
-    """Inside `with session.step():`. A session that is left in a step ends the step first."""
+    """Inside `with session.step():`. If the session ends now, the step ends first."""
     CLOSED = "closed"
     """After `with session:`. Graphs made inside stay valid; the report stays readable."""
 
@@ -76,44 +76,43 @@ _log = logging.getLogger(__name__)
 _R = TypeVar("_R")
 
 STEPS_UNTIL_SAID = 3
-"""Number of completed steps after which the log says why nothing moves, if nothing can."""
+"""Number of completed steps after which the log says why nothing can move."""
 
 
 class SwapSession:
     """Keeps a training loop's activations within an HBM budget by swapping them to pinned host memory. Bit-identical.
 
-    `hbm_budget`: bytes, text such as "20GiB", or a share, 0.8 or "80%", of what the device has free now and this process holds
-    there; None or "auto": nine tenths of that, and the rest is for fragmentation and memory outside of torch's allocator.
-    `host_budget`: the same for pinned memory, shares of this rank's part of the available host memory; None or "auto": half of
-    it. `device`: a `Device`, "cuda", "cuda:1", "sim", "sim:a100"; None: CUDA if available, else the simulator. `min_bytes`:
-    minimum size of a saved storage to move; None: 1 MiB. `thresholds`: the way by which each size moves; None: packed together
-    below 128 KiB, each alone from there on. `pool`: one to share with others; None: a new one of `host_budget`.
-    `model`: its parameters (unless swapped) and buffers never move, and the budget is checked against their bytes first.
-    `optimizer`: one of the model's. Its state is in host memory between its steps, and comes back for them part by part, and
-    for other reads. `parameters`: "keep", or "swap": the model's parameters and gradients share a part of the budget, and each
-    comes back before it is used (on one device; plans do not recompute then).
-    `plans`: the first step, and one unlike earlier steps, is recorded; steps like it then follow a plan. False: the default
-    rule moves everything in every step. `recompute`: plans may drop storages that are cheaper to recompute than to move, each
-    only after a recomputation next to the original was bit-identical. False: plans only swap. Of compiled regions nothing is
-    recomputed so: the session chooses how much they save as they first compile, and has them compiled once more at most
-    (`compiled_partition`). False: they save what torch chose.
-    `verify`: checksum copies, and raise `SwapMismatch` with tensor, operator and step if a copy back differs. Slow; takes a
-    thousandth of the budget, from 16 KiB to 16 MiB, while the session exists. `progress`: True prints a line to stderr for each
-    step. A function is called with each step's `StepFigures`; its errors are logged.
-    `keep`: what these modules of `model` save, and modules that run inside of them, never leaves the device. `never_recompute`:
-    it is never dropped, but may be swapped. Both are lists of paths as in `named_modules` with `*` and `?` ("*.lm_head"), of
-    modules, and of classes. A storage that several modules save stays if one of them is named. The report has the price.
+    `hbm_budget`: bytes, text such as "20GiB", or a share, 0.8 or "80%", of the memory that is free on the device or held by
+    this process there. None or "auto": nine tenths of that; the rest is for fragmentation and memory outside of torch's
+    allocator. `host_budget`: the same for pinned memory. Shares are of this rank's part of the available host memory; None or
+    "auto": half. `device`: a `Device`, "cuda", "cuda:1", "sim", "sim:a100"; None: CUDA if available, else the simulator.
+    `min_bytes`: minimum size of a saved storage to move; None: 1 MiB. `thresholds`: sizes from which storages move alone; None:
+    those below 128 KiB are packed together. `pool`: a pool to share with others; None: a new pool of `host_budget`. `model`:
+    its parameters (unless swapped) and buffers never move. The budget is checked against their bytes first. `optimizer`: an
+    optimizer of the model. Its state is in host memory between its steps, and is copied back part by part for a step or a read.
+    `parameters`: "keep" or "swap". "swap": the model's parameters and gradients share a part of the budget, and each is copied
+    back before its use (on one device; plans do not recompute then). `plans`: True: record the first step, and each step unlike
+    earlier ones; later steps like it follow a plan. False: the default rule moves everything in every step. `recompute`: True:
+    plans may drop storages that are cheaper to recompute than to move, each only after its recomputation has made the same bits
+    as the original. False: plans only swap. Compiled regions are different: the session chooses how much they save as they
+    first compile, and compiles them at most once more (`compiled_partition`). False: torch chooses. `verify`: compare checksums
+    of copies, and raise `SwapMismatch` with tensor, operator and step if a copy back differs. Slow. Takes a thousandth of the
+    budget, from 16 KiB to 16 MiB, while the session exists. `progress`: True: print a line to stderr for each step. A function:
+    call it with each step's `StepFigures`, and log its errors. `keep`: modules of `model` whose saved tensors stay on the
+    device, with those of modules that run inside them. `never_recompute`: modules whose saved tensors may be swapped, but not
+    dropped. Both are lists of paths as in `named_modules` with `*` and `?` ("*.lm_head"), of modules, and of classes. A storage
+    saved by several modules stays if one of them is named. The report shows the cost.
 
-    Hooks act on the thread that entered the session, and that thread must leave it. Graphs compiled by dynamo are swapped where
-    they save a tensor; dynamo never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for
-    malformed sizes or an unknown device. Entering raises `InfeasibleBudget` (a `ValueError`) if the budget is below the bytes
-    already on the device.
+    Hooks act on the thread that entered the session, and that thread must exit it. Tensors saved by graphs that dynamo compiled
+    are swapped too; dynamo never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed
+    sizes or an unknown device. Entering raises `InfeasibleBudget` (a `ValueError`) if the budget is below the bytes already on
+    the device.
     """
 
     _frozen = False
     """True if a closed session's model had no parameter to train."""
     _lowered_bytes: int | None = None
-    """A closed session's budget after steps that ran again; None: none did."""
+    """Lowered budget of a closed session in which steps ran again; None: no step did."""
 
     @uncompiled
     def __init__(
@@ -178,7 +177,7 @@ class SwapSession:
 
     def _plan_steps(self, *, recompute: bool) -> Adaptation:
         recomputes = recompute and not self._model_swap.swaps_parameters
-        swap = weakref.ref(self._model_swap)  # weak: it holds the executor, which holds this function
+        swap = weakref.ref(self._model_swap)  # weak: the swap holds the executor, which holds this function
         return plan_steps(
             self._executor,
             self.pool,
@@ -198,7 +197,7 @@ class SwapSession:
         self._history.open()
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse hooks here
             self._model_swap.attach(stack)
             self._watch.attach(stack)
             if (adaptation := self._chooses_partitions()) is not None:
@@ -209,7 +208,7 @@ class SwapSession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if threading is None:  # the interpreter's end has cleared this module, and no hook runs any more
+        if threading is None:  # at the interpreter's end this module is cleared, and no hook runs
             return  # type: ignore[unreachable]  # not to mypy
         here = threading.current_thread()
         if self._phase not in (Phase.OPEN, Phase.IN_STEP):
@@ -241,7 +240,7 @@ class SwapSession:
             self._executor.raise_late_error()
 
     def _let_go(self) -> None:
-        """Drop the model and its optimizer: a closed session is kept for its report."""
+        """Drop the model and its optimizer, because users keep a closed session for its report."""
         self._frozen, self._lowered_bytes = self._is_frozen(), self._lowered_budget_bytes()
         self.pins = {option: [text_of(pin) for pin in pins] for option, pins in self.pins.items()}
         self._model = self._runner = None
@@ -256,31 +255,30 @@ class SwapSession:
         try:
             self._begin_step()
             yield self
-            self._executor.settle()  # of a backward whose error the caller caught
+            self._executor.settle()  # settle a backward whose error the caller caught
             completed = True
         finally:
             self._end_step(completed=completed)
 
     def run_step(self, fn: Callable[[], _R], *, snapshot: bool = False) -> _R:
-        """Run one optimizer step, `fn()`, and run it again if it runs out of memory or raises `RecomputeMismatch`. Return its
-        result.
+        """Run one optimizer step, `fn()`, again if it runs out of memory or raises `RecomputeMismatch`. Returns its result.
 
-        After a `torch.OutOfMemoryError` that swapping could not prevent, all that the step had made is freed. Torch's random
-        states (the host's default generator and the device's) and the model's gradients and buffers are restored, bit for bit.
-        Then `fn` runs again, recorded and within a tighter budget, at most three times. The session keeps that budget, and the
-        report shows it. After a `RecomputeMismatch` it runs again within the same budget, without recomputing that tensor.
+        After a `torch.OutOfMemoryError` that swapping could not prevent, everything that the step made is freed. Torch's random
+        states (of the host's default generator and the device) and the model's gradients and buffers are restored, bit for bit.
+        Then `fn` runs again, recorded and with a smaller budget, at most three times. The session keeps that budget, and the
+        report shows it. After a `RecomputeMismatch`, `fn` runs again with the same budget, without recomputing that tensor.
 
-        It does not run again if an optimizer of the model had begun to step or a parameter had changed. Nor does it with other
-        ranks, which would not follow. The error goes on and says so. With `snapshot`, `snapshot()` is called first. If the
-        session's `optimizer` had begun to step, the step is then repaired from it, at the cost of that copy in each step.
+        `fn` does not run again if an optimizer of the model had begun to step, if a parameter had changed, or with several
+        ranks. Then the error is raised and names the reason. With `snapshot`, `snapshot()` is called before each step. If the
+        session's `optimizer` had begun to step, the state is then restored from it. This costs that copy in each step.
 
-        The caller handles all other changes by `fn`: it should take its batch from outside, make no scheduler step before the
-        optimizer's, and write no parameter through `.data`, which cannot be detected. A `GradScaler` may be used in it; after
-        `unscale_`, which it allows once per step, a second run raises its `RuntimeError`.
+        The caller is responsible for all other changes by `fn`. It should take its batch from outside, not step a scheduler
+        before the optimizer, and not write a parameter through `.data`, which cannot be detected. `fn` may use a `GradScaler`;
+        after `unscale_`, allowed once per step, a second run raises the scaler's `RuntimeError`.
 
-        Gradients that exist when the step begins are copied to the host first. Drop them at the end of the previous step
-        (`zero_grad()`), and there is nothing to copy. Raises `ValueError` for a session without `model`, `SessionClosedError`
-        as `step` does, `HostMemoryExhausted` if the gradients find no room, and the errors of `fn`.
+        Gradients that exist when the step begins are first copied to the host. To avoid that, drop them at the end of the
+        previous step (`zero_grad()`). Raises `ValueError` for a session without `model`, `SessionClosedError` as `step` does,
+        `HostMemoryExhausted` if the host has no room for the gradients, and the errors of `fn`.
         """
         if self._phase is Phase.CLOSED:
             self._expect_open("run_step")
@@ -301,30 +299,29 @@ class SwapSession:
         """Copy the next step's initial state to pinned host memory: parameters, buffers, gradients that exist, the state and
         settings of `optimizer`, and torch's random states. The caller saves schedulers, scalers and data loaders.
 
-        The session holds the latest snapshot until the next one, or its end; hold one to keep it. `Snapshot.write` writes a
-        checkpoint of it. Its memory is the pool's, and pageable beyond `host_budget`. Raises `SessionClosedError` as `step`
-        does, `ValueError` without `model` or for tensors that are not plain, and `HostMemoryExhausted` with nothing changed.
+        The session holds the latest snapshot until the next one or its end; keep a reference to keep it. `Snapshot.write`
+        writes a checkpoint. Its memory comes from the pool; beyond `host_budget` it is pageable. Raises `SessionClosedError` as
+        `step` does, `ValueError` without `model` or for tensors that are not plain, and `HostMemoryExhausted`.
         """
         self._expect_open("snapshot")
         return self._model_swap.snapshots("snapshot", self._executor).take()
 
     def restore(self, snapshot: Snapshot | None = None) -> None:
-        """Restore `snapshot` (None: the latest), bit for bit and in place; it may be restored again.
+        """Restore `snapshot` (None: the latest), bit for bit and in place. It may be restored several times.
 
-        Raises `ValueError` with nothing changed if there is none, if it was released, or if it is of another model, optimizer
-        or device. Raises `torch.OutOfMemoryError` if missing state or a missing gradient finds no room: restore again then.
+        Raises `ValueError`, and changes nothing, if there is no snapshot, it was released, or it is of another model, optimizer
+        or device. Raises `torch.OutOfMemoryError` if there is no room for missing state or gradients: then restore again.
         """
         self._expect_open("restore")
         self._model_swap.snapshots("restore", self._executor).restore(snapshot)
 
     def report(self) -> SwapReport:
-        """Return the report of the session until now. After `with session:` it waits for the device, so that every copy is
-        counted.
+        """Return the report of the session until now. After `with session:` it waits for the device, to count every copy.
 
-        Raises an error that occurred in a finalizer, where it could not be raised, since the last hook or step.
+        Also raises an error of a finalizer since the last hook or step, because a finalizer itself cannot raise.
         """
         self._executor.raise_late_error()
-        self._executor.hand_over.come_back(wait=False)  # what the loop has counted
+        self._executor.hand_over.come_back(wait=False)  # includes the loop's counts
         if self._phase is Phase.CLOSED:
             self.device.synchronize()
         else:
@@ -350,13 +347,12 @@ class SwapSession:
 
     @property
     def hbm_budget(self) -> int:
-        """Bytes of device memory that a step may take. Set it between two steps, up or down, to a size, a share or "auto",
-        which reads again what is free. It holds from the next step on, which follows a new plan from earlier recordings,
-        without being recorded again.
+        """Bytes of device memory that a step may take. Set it between steps, up or down, to a size, a share or "auto". "auto"
+        reads the free memory again. It applies from the next step on, which follows a new plan made from earlier recordings.
 
         Setting it raises `TypeError` and `ValueError` for an invalid size, and `SessionClosedError` inside a step and after the
-        session. It raises `InfeasibleBudget`, with the smallest possible budget, if a step with a plan needs more. The budget
-        then stays.
+        session. It raises `InfeasibleBudget`, with the smallest possible budget, if a planned step needs more. The budget then
+        stays unchanged.
         """
         return self.hbm_budget_bytes
 
@@ -379,15 +375,14 @@ class SwapSession:
 
     @property
     def host_budget(self) -> int:
-        """Maximum bytes of pinned host memory that the session reserves. Set it between two steps, up or down, as `hbm_budget`:
-        known steps follow plans made for it, without being recorded again. Pinned memory beyond it goes back to the driver at
-        once, except chunks with saved tensors that are still alive. Those go with their tensors, and until then nothing else is
-        pinned.
+        """Maximum bytes of pinned host memory that the session reserves. Set it between steps, up or down, as `hbm_budget`:
+        known steps follow new plans, made from earlier recordings. Pinned memory above it is returned to the driver at once,
+        except chunks with live saved tensors. These are returned with their tensors; until then nothing else is pinned.
 
         Setting it raises `TypeError` and `ValueError` for an invalid size, and `SessionClosedError` inside a step and after the
-        session. It raises `InfeasibleBudget`, whose `smallest_host_bytes` is enough, if a step with a plan needs more. The
-        budget then stays. It raises `ValueError` for a session with a given `pool`, which others may use too: set
-        `pool.limit_bytes` instead, which holds for later plans.
+        session. It raises `InfeasibleBudget`, whose `smallest_host_bytes` is enough, if a planned step needs more. The budget
+        then stays unchanged. It raises `ValueError` for a session with a given `pool`, which may be shared: set
+        `pool.limit_bytes` instead, which applies to later plans.
         """
         return self.pool.limit_bytes
 
@@ -407,7 +402,7 @@ class SwapSession:
             _log.info("chameleon_mm: hbm_budget: %s", taken.how)
 
     def _expect_open(self, what: str) -> None:
-        """Allow the method `what` only between steps."""
+        """Raise `SessionClosedError` unless the session is open and between steps. `what`: name of the called method."""
         if self._phase is not Phase.OPEN:
             raise SessionClosedError(
                 f"session.{what}(): expected an open session, got one that is {self._phase}; use it inside `with session:`, "
@@ -415,7 +410,7 @@ class SwapSession:
             )
 
     def _expect_between_steps(self, what: str) -> None:
-        """Allow setting `what` before the session and between steps."""
+        """Raise `SessionClosedError` inside a step and after the session. `what`: name of the attribute to set."""
         if self._phase in (Phase.IN_STEP, Phase.CLOSED):
             raise SessionClosedError(
                 f"{what}: expected to be set between steps of an open session, got one that is {self._phase}; set it after the "
@@ -426,47 +421,47 @@ class SwapSession:
     def _begin_step(self) -> None:
         lowered_bytes = self._lowered_budget_bytes()
         timed = self._history.begin(self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes)
-        if self._adaptation is not None and not self._model_swap.swaps_parameters:  # they share the budget with all else
+        if self._adaptation is not None and not self._model_swap.swaps_parameters:  # parameters share the budget with all else
             self._adaptation.note_resident(self._history.began_bytes)
         self._model_swap.begin_step()
         self._executor.begin_step(timed=timed, pack_hook=self._save)
 
     @uncompiled
     def _end_step(self, *, completed: bool) -> None:
-        """End the running step, once: at its own end, or at the session's if that comes first."""
+        """End the running step once: at its own end, or at the end of the session if that comes first."""
         if Phase is None:  # as in `__exit__`
             return
         if self._phase is Phase.IN_STEP:
             self._history.completed += completed
             self._phase = Phase.OPEN
-            if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
+            if not sys.is_finalizing():  # at the interpreter's end, a generator paused in a step ends too
                 kind = self._executor.end_step(completed=completed)
                 self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
                 if (adaptation := self._chooses_partitions()) is not None and adaptation.choose_partition():
-                    torch._dynamo.reset_code_caches()  # each function compiles at its next call
+                    torch._dynamo.reset_code_caches()  # each function compiles again at its next call
                 if self._history.completed == STEPS_UNTIL_SAID:
                     self.say_problem()
 
     def _chooses_partitions(self) -> Adaptation | None:
-        """Return what chooses how much compiled regions save; None: torch does."""
+        """Return the object that chooses how much compiled regions save; None: torch chooses."""
         if not self._recompute or self._ranks.of > 1 or not partition_is_torchs_own():
-            return None  # ranks that differ in what they remake would differ in their collectives
-        return None if self.pins["never_recompute"] else self._adaptation  # what would be remade is of no module that is known
+            return None  # ranks that recompute different parts would differ in their collectives
+        return None if self.pins["never_recompute"] else self._adaptation  # the module of a recomputed tensor is unknown here
 
     def say_problem(self) -> None:
-        """Log once why nothing moves, or how the session is misused, if so."""
+        """Log once why nothing moves or how the session is misused, if either is the case."""
         counts, problem = self._executor.hook_counts, self._problem()
         if problem is not None and not counts.was_told:
             counts.was_told = True
             _log.warning("chameleon_mm: %s", problem)
 
     def _is_frozen(self) -> bool:
-        """True if no parameter of the model is trained; of a closed session, if none was as it closed."""
+        """True if no parameter of the model requires a gradient. For a closed session: at its end."""
         return self._frozen if self._model is None else not any(p.requires_grad for p in self._model.parameters())
 
     def _lowered_budget_bytes(self) -> int | None:
-        """The budget of `run_step` if a step had to run again; else None."""
+        """Return the budget of `run_step` if a step had to run again; else None."""
         return self._lowered_bytes if self._runner is None else self._runner.lowered_budget_bytes
 
     def _problem(self) -> str | None:

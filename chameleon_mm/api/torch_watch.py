@@ -1,12 +1,12 @@
-"""Watch torch, while sessions are open, for what keeps or offloads tensors past a session's hooks.
+"""Watch torch, while sessions are open, for code that keeps or offloads tensors without a session's hooks.
 
-    selective checkpointing keeps tensors     by the session's hooks, if this torch can: `respect_saved_tensors_hooks`;
+    selective checkpointing keeps tensors     by the session's hooks, if this torch has `respect_saved_tensors_hooks`;
                                               else their bytes are counted, until torch drops them
-    `torch.autograd.graph.save_on_cpu`        a hint: the session's hooks go on inside of it
+    `torch.autograd.graph.save_on_cpu`        a hint: the session's hooks stay active inside
     `OffloadActivations` (TRL, torchtune)     refused
 
-Watched are the classes that do it, and not functions such as `checkpoint`: models hold `functools.partial`s of those, dynamo
-compares them, and offload options of other libraries end here.
+The classes are watched, not functions such as `checkpoint`: models hold `functools.partial`s of these functions, and dynamo
+compares them. Offload options of other libraries use the same classes.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class TorchWatch:
     """Watches of all open sessions. Torch's classes have watched methods while there is one."""
     _lock: ClassVar = threading.Lock()
     _replaced: ClassVar[list[tuple[Any, str, Any]]] = []
-    """Class, method, and what the class itself had for it: None if a base class has it."""
+    """Class, method name, and the original method; None: a base class defines it."""
 
     def __init__(self, device: Device, protected: ProtectedStorages, save: Callable[[Tensor], Any]) -> None:
-        """`protected`: storages that are on the device anyway. `save`: the session's hook for saves."""
+        """`protected`: storages that stay on the device anyway. `save`: the session's pack hook."""
         self.most_bytes = 0
-        """Maximum bytes that selective checkpoints kept at once where no hook saw them."""
-        self._device, self._protected, self._save = device, protected, weakref.ref(save)  # weak: it holds who asks for bytes
+        """Maximum bytes that selective checkpoints kept at the same time without a hook."""
+        self._device, self._protected, self._save = device, protected, weakref.ref(save)  # weak: avoids a cycle
         self._thread = threading.current_thread()
         self._kept: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """Address of the storage, and its bytes, by torch's holder of a kept tensor."""
+        """Address and bytes of a kept tensor's storage, by torch's holder of the tensor."""
 
     def attach(self, stack: ExitStack) -> None:
-        """Watch until `stack` is left, on this thread."""
+        """Watch until `stack` is closed, on this thread."""
         self._thread = threading.current_thread()
         with self._lock:
             if not self._open:
@@ -69,7 +69,7 @@ class TorchWatch:
                 delattr(owner, name) if own is None else setattr(owner, name, own)
 
     def _hooked(self, hooks: Any) -> Any:
-        """Return the hooks to enter in place of `hooks` inside of this session's; None: those. Raises `ValueError`."""
+        """Return the hooks to enter instead of `hooks` inside this session's; None: enter `hooks`. Raises `ValueError`."""
         kind, top = type(hooks), saved_tensor_hooks_on_top()
         if top is None or top[0] is not self._save():
             return None
@@ -82,18 +82,18 @@ class TorchWatch:
         return saved_tensors_hooks(*top) if is_hint or getattr(hooks, "is_hint", False) else None
 
     def _keeps(self, mode: Any) -> None:
-        """Have `mode`, which begins to keep tensors, keep them by this session's hooks, unless the user chose."""
+        """Make `mode`, which begins to keep tensors, keep them by this session's hooks, unless the user chose otherwise."""
         hooks, save, frame = saved_tensor_hooks_on_top(), self._save(), sys._getframe(1)
         own: Any = None if hooks is None else hooks[0]  # the checkpoint's
         while "recompute_context" not in frame.f_code.co_cellvars and frame.f_back is not None:
             frame = frame.f_back
-        others = frame.f_locals.get("recompute_context")  # if it lets kept tensors be written, they stay where writes find them
+        others = frame.f_locals.get("recompute_context")  # if writes to kept tensors are allowed, they must not move
         around = getattr(own, "_user_hooks", None)
         if save is None or around is None or around[0] is not save or getattr(others, "allow_cache_entry_mutation", True):
             return
 
         def counting(t: Tensor) -> Any:
-            """Save `t` by an alias with the version counter of `t`, which below autograd it would not have."""
+            """Save `t` through an alias that shares its version counter. Below autograd, an alias normally has its own."""
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 return save(t)
 
@@ -102,10 +102,10 @@ class TorchWatch:
             mode.respect_saved_tensors_hooks = True
 
     def _kept_by(self, mode: Any) -> None:
-        """Count what `mode` keeps without a hook."""
+        """Count the tensors that `mode` keeps without a hook."""
         if tracer_is_on() or not (self._thread is threading.current_thread() or in_backward()):
             return
-        for kept in tree_leaves(mode.storage):  # of each operator's calls: a list in torch 2.11, a dict since
+        for kept in tree_leaves(mode.storage):  # per operator, results of its calls: a list in torch 2.11, a dict since
             t = getattr(kept, "val", None)
             if isinstance(t, Tensor) and getattr(kept, "unpack_hook", None) is None:
                 facts = facts_of(t, self._device, self._protected)
@@ -114,7 +114,7 @@ class TorchWatch:
         self.most_bytes = max(self.most_bytes, sum(dict(self._kept.values()).values()))
 
     def problem(self) -> str | None:
-        """Sentence about bytes that no hook saw, with what to do; None: there were none."""
+        """Return a sentence about bytes that no hook saw, with a remedy; None: there were none."""
         if not self.most_bytes:
             return None
         can = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")
@@ -127,7 +127,7 @@ class TorchWatch:
 
 
 def _watch(owner: Any, name: str, before: Callable[[TorchWatch, Any], Any]) -> None:
-    """Have `before` of all open sessions called before the method. The method runs on what it returns, if that is not None."""
+    """Call `before` for all open sessions before the method `name`. If it returns an object, the method runs on that."""
     there = getattr(owner, name)
 
     def watched(self: Any, *args: Any) -> Any:

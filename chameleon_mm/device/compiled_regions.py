@@ -1,17 +1,17 @@
-"""Compiled regions: what `torch.compile` made one function of autograd, told to dispatch modes as one call.
+"""Compiled regions: graphs that `torch.compile` turned into one autograd function. A dispatch mode sees each as one call.
 
-    find_regions()                              # at the beginning of a step: for the regions that are compiled by now
+    find_regions()                              # at the beginning of a step: finds the regions compiled so far
 
-    region's forward or backward is called      # by dynamo's code, or by autograd
+    region's forward or backward is called      # by dynamo's code or by autograd
         each mode of the thread that is a RegionMode, the innermost first:
-            mode.run_region(region, run, args)  # calls run(args), in which operators may be seen, or not
+            mode.run_region(region, run, args)  # calls run(args), whose operators may or may not be visible
 
-AOTAutograd makes a `torch.autograd.Function` of each graph that it compiles. Autograd calls its `forward`, which calls its
-attribute `compiled_fw`, and its `_backward_impl`. In both run the graph's kernels and nothing else: no save, no use, no hook.
-Both attributes are read at each call, so that a region compiled before a session is found too. What it runs there, a mode sees
-(`aot_eager`), sees in part (Inductor's extern kernels), or does not see (Inductor's own kernels and allocations).
+AOTAutograd makes a `torch.autograd.Function` of each compiled graph. Autograd calls its `forward`, which calls the attribute
+`compiled_fw`, and its `_backward_impl`. Both run only the graph's kernels: no save, no use, no hook. Both attributes are read
+at each call, so regions compiled before a session are found too. A mode sees the operators inside with `aot_eager`, some with
+Inductor (extern kernels), and none of Inductor's own kernels and allocations.
 
-A region without gradients (an optimizer, an evaluation) has no such class: its operators are seen as the backend runs them.
+A region without gradients (an optimizer, an evaluation) has no such class. A mode sees its operators as the backend runs them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 Run = Callable[[list[Any]], Any]
-"""Runs a region's graph on a list of its arguments, which it may empty. Returns what the graph returns."""
+"""Function that runs a region's graph on a list of arguments, which it may empty, and returns the graph's results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Region:
     name: str
     """"compiled::forward" or "compiled::backward"."""
     mutated: tuple[int, ...] = ()
-    """Positions of the arguments that it writes to."""
+    """Positions of the arguments that the region writes."""
     compiles: Callable[[], bool] = lambda: False
-    """True if its next call compiles it first, as the first backward may."""
+    """Function that returns True if the next call compiles the region first, as the first backward may."""
 
 
 class RegionMode(TorchDispatchMode):
@@ -45,24 +45,24 @@ class RegionMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let dynamo run its compiled code: under any other mode it runs eager code, which computes other bits, and raises for
+        """Let dynamo run its compiled code. Under other modes it runs eager code, with other bits, and raises for
         `fullgraph=True`."""
         return True
 
     def run_region(self, region: Region, run: Run, args: list[Any]) -> Any:
-        """Return `run(args)`. Holds none of `args` meanwhile: they are freed at their last use."""
+        """Return `run(args)`. It holds no element of `args` meanwhile, so each is freed at its last use."""
         return run(args)
 
 
 def find_regions() -> None:
-    """From now on call `run_region` for each region that is compiled by now. Takes 25 us; any thread may call it."""
+    """Call `run_region` from now on for all regions compiled so far. Takes 25 us. Any thread may call it."""
     function: Any
     for function in torch.autograd.Function.__subclasses__():
         if function.__name__ != "CompiledFunction" or "torch._functorch" not in function.__module__:
             continue
         forward, backward = (vars(function).get(name) for name in ("compiled_fw", "_backward_impl"))
         if not getattr(forward, "_boxed_call", False) or not isinstance(backward, staticmethod):
-            continue  # told of already, or of a torch that calls it in another way
+            continue  # found earlier, or a torch with other calls
         function.compiled_fw = _Forward(forward, _mutated(function))
         function._backward_impl = _Backward(backward.__func__, function)
 
@@ -75,7 +75,7 @@ class _Forward:
     """A region's `compiled_fw`."""
 
     _boxed_call = True
-    """Torch's mark: the arguments come in a list, which the callee empties, so that none outlives its last use."""
+    """Mark of torch: arguments are passed in a list, which the callee empties, so that none outlives its last use."""
 
     def __init__(self, run: Any, mutated: tuple[int, ...]) -> None:
         self._run, self._region = run, Region("compiled::forward", mutated)
@@ -96,7 +96,7 @@ class _Backward:
 
 
 def _told(region: Region, run: Run) -> Run:
-    for mode in _get_current_dispatch_mode_stack():  # the outermost first: it is the last to be asked
+    for mode in _get_current_dispatch_mode_stack():  # the outermost first, because it is called last
         if isinstance(mode, RegionMode):
             run = partial(mode.run_region, region, run)
     return run

@@ -1,7 +1,7 @@
 """Check that no other code refers to a storage, the condition for freeing its memory.
 
 held_alone(holder)                # no tensor uses `holder.storage`, and only that attribute refers to the Python object
-held_alone(holder, tensors=3)     # only three tensors of our own use it
+held_alone(holder, tensors=3)     # only three of our own tensors use it
 
 torch counts the references to a storage: one for each tensor over it, and one for its Python object, if it ever had one.
 Python counts the references to that object. A new reference comes from an old one, or from a tensor that our hook returns.

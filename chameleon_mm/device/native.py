@@ -1,18 +1,18 @@
-"""The optional C++ helpers: installed or built for the torch that is there, and used from then on; without them all works.
+"""Optional C++ helpers, installed or built for the present torch. Everything also works without them.
 
     build("memory")          # compile it, where no build fits: a quarter of a minute
     build_useful()           # ... all that this torch can use, at once: `chameleon-mm native`
     load("memory")           # the module, or None: not built for this torch, or not loadable; never compiles
     status("memory")         # the same, in words: `chameleon-mm doctor` prints it
 
-A build is for one Python, torch, C++ ABI and source, and the name of its file says which. `load` looks in this order:
+A build is for one Python, torch, C++ ABI and source, which its file name contains. `load` searches in this order:
 
-1. the user's cache: for this very torch. It comes first because the user asked for it, with this compiler, for this torch;
-2. folders `chameleon_mm_native` of `sys.path`: for a minor release of torch. `pip install 'chameleon-mm[native]'` and
+1. the user's cache, for this very torch. It is first because the user built it with this compiler for this torch;
+2. folders `chameleon_mm_native` of `sys.path`, for a minor release of torch. `pip install 'chameleon-mm[native]'` and
    `build(name, into=...)` write there.
 
-`memory`, `notes` and `loop` do the work of Python code, which is their reference; `reclaim` is what torch's allocator calls.
-Sessions use what is there when they are made.
+`memory`, `notes` and `loop` replace Python code, which is their reference. `reclaim` is called by torch's allocator. A session
+uses the helpers that exist when it is made.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from chameleon_mm.errors import NativeBuildError
 from chameleon_mm.files import cache_folder, make_private, read_file, write_file
 from chameleon_mm.units import MIB
 
-# --- Compiles a C++ helper against the installed torch, with the user's own compiler, into the user's cache
+# --- Compile a C++ helper against the installed torch, with the user's compiler, into the user's cache
 #
-# A build ends with facts about its torch, their length, and the digest of all before it; the loader of the system passes over
-# them. A process that loads a build whose last pages are missing would end by SIGBUS, so the digest is compared first.
+# A build ends with facts about its torch, their length, and the digest of everything before. The system's loader ignores these.
+# A process that loads a build with missing last pages would end by SIGBUS, so the digest is compared first.
 #
-# Note [Patch releases]: torch keeps its C++ ABI within a minor release by custom, without a promise. A build made for another
-# patch release is loaded only if each of torch's headers that it was compiled from has the same bytes here, but for version.h.
+# Note [Patch releases]: torch keeps its C++ ABI within a minor release by custom, without a promise. A build for another patch
+# release is loaded only if all headers of torch that it used have the same bytes here, except version.h.
 
 HELPERS = ("reclaim", "memory", "notes", "loop")
-"""Names of the helpers. The source of each lies beside this file."""
+"""Names of the helpers. Their sources are in this folder."""
 
 OF_CUDA = ("reclaim", "memory", "loop")
-"""Those that are of use with torch's CUDA build alone."""
+"""Helpers that are useful only with torch's CUDA build."""
 
 CACHE: Path | None = None
-"""Folder of the user's builds; None: a folder of the user's cache."""
+"""Folder of the user's builds; None: a folder in the user's cache."""
 
 PACKAGE = "chameleon_mm_native"
-"""Name of the folders of `sys.path` that hold builds. They are portions of a namespace package, which no code imports."""
+"""Name of the folders of `sys.path` that contain builds: portions of a namespace package that no code imports."""
 
 _COMPILE_LIMIT_S = 600
 _BUILD_LIMIT_BYTES = 64 * MIB
@@ -69,32 +69,33 @@ _HEADER = Path("include", "torch", "csrc", "autograd", "python_variable.h")
 
 
 def folder() -> Path:
-    """Folder of the builds. Raises as `cache_folder` does."""
+    """Return the folder of the builds. Raises as `cache_folder` does."""
     return CACHE or cache_folder() / "native"
 
 
 def useful() -> list[str]:
-    """Helpers that this torch can use. From 2.14 on it has the dispatch key of `notes` itself."""
+    """Return the helpers that this torch can use. From 2.14 on, torch itself uses the dispatch key of `notes`."""
     has_key = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
     return [name for name in HELPERS if (not has_key if name == "notes" else torch.version.cuda is not None)]
 
 
 def release() -> str:
-    """Minor release and build of this torch, as `2.13-cpu`. Folders of `sys.path` have one build of each helper for each."""
+    """Return minor release and build of this torch, such as `2.13-cpu`. Folders of `sys.path` have one build of a helper for
+    each."""
     made_for = next((kind for kind in ("cuda", "hip", "xpu") if getattr(torch.version, kind, None)), "cpu")
     return f"{'.'.join(torch.__version__.split('.')[:2])}-{made_for}"
 
 
 def source_of(name: str) -> Path:
-    """Source of the helper `name`. Raises `ValueError` for another name."""
+    """Return the path of the source of helper `name`. Raises `ValueError` for another name."""
     if name not in HELPERS:
         raise ValueError(f"native: expected one of {', '.join(HELPERS)}, got {name!r}")
     return Path(__file__).with_name(f"{name}.cpp")
 
 
 def file_of(name: str, place: Path | None = None) -> Path:
-    """Path of the helper `name` for this Python, torch and source, there or not: in the cache for this very torch, in another
-    `place` for its minor release. Raises as `folder` and `source_of` do."""
+    """Return the path of helper `name` for this Python, torch and source, even if it does not exist. `place`: None: the cache,
+    for this very torch; else a folder, for the minor release. Raises as `folder` and `source_of` do."""
     key: tuple[str, ...] = (str(torch.version.debug), str(torch.compiled_with_cxx11_abi()), *_FLAGS, "with facts")
     which = f"{release()}-"
     if place is None:
@@ -116,7 +117,7 @@ def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: 
     """Return the build of the helper `name`, compiled now by `compiler` if there is none that fits, or `again`. Takes up to a
     minute. One process at a time compiles a helper; the others wait, and return its build.
 
-    `into`: a folder that is, or will be, in `sys.path`. The build is for the minor release of torch, and all users may read it.
+    `into`: a folder that is, or will be, in `sys.path`. The build is then for the minor release of torch, and readable by all.
 
     Raises `NativeBuildError`: there is no such compiler, Python or torch has no headers, the folder cannot be written to, or
     the compiler refuses the source.
@@ -129,7 +130,7 @@ def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: 
             return path
         command = [*_command(compiler), str(source_of(name))]
         if place is None:
-            make_private(path.parent)  # fails before the compiler takes its time
+            make_private(path.parent)  # fails before the slow compilation
         else:
             place.mkdir(parents=True, exist_ok=True)
         with _alone_with(path), tempfile.TemporaryDirectory() as made:
@@ -172,7 +173,7 @@ def _alone_with(path: Path) -> Iterator[None]:
 
 
 def _facts(used: str) -> dict[str, object]:
-    """Torch that a build is made for: version, and headers among those that the compiler `used` (a make rule)."""
+    """Return facts about a build's torch: version, and headers among the files that the compiler `used` (a make rule)."""
     includes = Path(torch.__file__).parent / "include"
     found = {Path(path) for path in used.split() if path.startswith(str(includes)) and not path.endswith("/version.h")}
     headers = sorted(str(path.relative_to(includes)) for path in found)
@@ -205,9 +206,9 @@ def _command(compiler: str) -> list[str]:
 
 
 def _libraries(name: str) -> list[str]:
-    """Options for the linker, and for the parts of a source that are for CUDA."""
+    """Return options for the linker and for CUDA parts of a source."""
     folder = Path(torch.__file__).parent / "lib"
-    # Needed whether or not anything of it is called by name: it brings the runtime that torch uses.
+    # Linked even if none of its symbols is used: it loads torch's CUDA runtime.
     asks_cuda = torch.version.cuda is not None and name in (*OF_CUDA, "notes")
     of_cuda = ["-DWITH_CUDA", "-Wl,--no-as-needed", "-lc10_cuda"] if asks_cuda else []
     return [f"-L{folder}", *of_cuda, "-ltorch_python", "-ltorch_cpu", "-lc10"]
@@ -229,45 +230,45 @@ def _compile(command: list[str], name: str, target: Path) -> None:
         )
 
 
-# --- Loads a C++ helper that was built before. Compiles nothing and never fails: a helper that does not load is absent
+# --- Load a C++ helper that was built earlier. It never compiles and never fails: a helper that does not load is absent
 
 
 _log = logging.getLogger(__name__)
 
 _loaded: dict[Path, ModuleType] = {}
 _said: set[Path] = set()
-"""Builds of which the log has that they do not load."""
+"""Builds for which the log already has a load failure."""
 
 
 def load(name: str) -> ModuleType | None:
-    """The helper `name`; None where it is not built for this torch, or does not load. Raises `ValueError` for another name."""
+    """Return helper `name`; None if it is not built for this torch or does not load. Raises `ValueError` for another name."""
     found = _find(name)
     return found if isinstance(found, ModuleType) else None
 
 
 def status(name: str) -> str:
-    """Return "active" if new sessions use the helper `name`, else why not. Raises `ValueError` for another name."""
+    """Return "active" if new sessions use helper `name`, else the reason why not. Raises `ValueError` for another name."""
     found = _find(name)
     return found if isinstance(found, str) else "active"
 
 
 def _find(name: str) -> ModuleType | str:
-    """The helper, or why there is none."""
+    """Return the helper, or the reason why there is none."""
     why, paths = "not built for this torch (`chameleon-mm native` builds it)", []
     portions = importlib.util.find_spec(PACKAGE)
     for place in (None, *(() if portions is None else portions.submodule_search_locations or ())):
         try:
             paths.append(file_of(name, None if place is None else Path(place)))
-        except (OSError, RuntimeError) as error:  # no home, or one that may not be read
+        except (OSError, RuntimeError) as error:  # no home folder, or not readable
             why = f"not built: {error}"
-    for path in sorted(paths, key=lambda path: path not in _loaded):  # a second build beside one in use would register twice
+    for path in sorted(paths, key=lambda path: path not in _loaded):  # two loaded builds of one helper would register twice
         if path not in _loaded and not path.exists():
             continue
         found = _loaded.get(path) or _import(name, path)
         if isinstance(found, ModuleType):
             _loaded[path] = found
             return found
-        why = found  # asked again the next time: it may have been built anew
+        why = found  # not cached: it may be built later
         if path not in _said:
             _said.add(path)
             _log.warning("chameleon_mm: the C++ helper %r %s; all works without it", name, found)
@@ -275,8 +276,8 @@ def _find(name: str) -> ModuleType | str:
 
 
 def _unfit(path: Path) -> str | None:
-    """Why the build at `path` cannot be used with this torch; None if it can. Raises `OSError`."""
-    # Code of `sys.path` is trusted as it is, as Python does; a file of the cache is checked: Note [Own files] in `files`.
+    """Return why the build at `path` cannot be used with this torch; None: it can. Raises `OSError`."""
+    # Like Python, trust code in `sys.path`. A file of the cache is checked: Note [Own files] in `files`.
     build = path.read_bytes() if path.parent.name == PACKAGE else read_file(path, _BUILD_LIMIT_BYTES)
     build, digest = build[:-_DIGEST_BYTES], build[-_DIGEST_BYTES:]
     if hashlib.sha256(build).digest() != digest:
@@ -285,14 +286,14 @@ def _unfit(path: Path) -> str | None:
     facts = json.loads(build[-_LENGTH_BYTES - length : -_LENGTH_BYTES])
     if facts["torch"] == _this_torch():
         return None
-    with suppress(OSError):  # a header that is not here
+    with suppress(OSError):  # a header is missing here
         if facts["headers"] and _digest_here(facts["headers"]) == facts["digest"]:
             return None
     return f"it is for torch {facts['torch'][0]}, whose headers differ from those of {torch.__version__}"
 
 
 def _import(name: str, path: Path) -> ModuleType | str:
-    # By the whole name pybind11 finds modules that it made before: two builds of one helper must not have the same.
+    # pybind11 finds its modules by their whole name, so two builds of a helper need different names.
     loader = importlib.machinery.ExtensionFileLoader(f"{path.stem}.chameleon_mm_{name}", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
@@ -301,6 +302,6 @@ def _import(name: str, path: Path) -> ModuleType | str:
             return f"does not load: {why}"
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever a build does, a session begins without it
+    except Exception as error:  # noqa: BLE001 - any error: a session then begins without the helper
         return f"does not load: {error}"
     return module

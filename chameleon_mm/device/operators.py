@@ -1,4 +1,4 @@
-"""Facts about what an operator does on a GPU, from its schema and torch's table of kernels. For dispatch modes.
+"""Facts about an operator's behaviour on a GPU, from its schema and torch's table of kernels. For dispatch modes.
 
 view, empty            -> no kernel: host time only
 composite              -> decomposed first, as autograd does outside inference mode: runs_in_parts, run_in_parts
@@ -207,8 +207,8 @@ def updated_statistics(facts: OpFacts, args: Sequence[Any]) -> list[Tensor]:
 
 
 def without_updates(facts: OpFacts, args: Sequence[Any]) -> Sequence[Any]:
-    """Return arguments with which the call makes the same results and updates no running statistics: it does not read those
-    that it updates. `args` themselves if it updates none."""
+    """Return arguments with which the call makes the same results without updating running statistics, which it does not read.
+    Returns `args` if it updates none."""
     return (*args[: _RUNNING.start], None, None, *args[_RUNNING.stop :]) if updated_statistics(facts, args) else args
 
 
@@ -232,7 +232,7 @@ def runs_in_parts(facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:
-    """Run a composite operator as the operators that it consists of. `mode` sees these."""
+    """Run a composite operator as the operators of which it consists. `mode` sees these."""
     with mode:
         # Not `decompose`: it prefers Python decompositions, whose bits may differ from eager's.
         return func._op_dk(_COMPOSITE, *args, **kwargs)
@@ -261,7 +261,7 @@ def _flop_formula(func: torch._ops.OpOverload[Any, Any]) -> FlopFormula | None:
     return computed
 
 
-# --- A call of an operator: its plain input tensors, the mutated ones, the written ones.
+# --- Call of an operator: its plain input tensors, mutated tensors and written tensors.
 #
 # For dispatch modes: the simulated compute and the recorder see the same calls.
 #

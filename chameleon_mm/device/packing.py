@@ -44,7 +44,7 @@ def check_ends(what: str, dst: Tensor, src: Tensor, on: torch.device | None = No
 
 
 def check_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Raise `ValueError` unless `storage` has so many bytes."""
+    """Raise `ValueError` if `storage` has fewer than `nbytes`."""
     if storage.nbytes() < nbytes:
         raise ValueError(
             f"copy_storage: expected a storage of {nbytes} bytes or more, got {storage.nbytes()}: slice the host buffer"
@@ -52,7 +52,7 @@ def check_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 
 def check_host(host: Tensor, nbytes: int) -> None:
-    """Raise `ValueError` unless `host` has so many bytes."""
+    """Raise `ValueError` if `host` has fewer than `nbytes`."""
     if host.numel() < nbytes:
         raise ValueError(
             f"copy_behind: expected {nbytes} bytes or more of host memory, got {host.numel()}: give a larger buffer"
@@ -82,8 +82,8 @@ PACK_ALIGN_BYTES = 128
 """Alignment of packed buffers: one cache line, so that no two buffers share one and 16-byte accesses are aligned."""
 
 PACK_PROGRAMS = 16
-"""Number of programs of a pack kernel, so its maximum of SMs. Derived: of an H200's 4.8 TB/s an SM has 36 GB/s, half of it to
-read, so 16 of its 132 pack at 290 GB/s, five times the link's rate: packing is never the slower part."""
+"""Number of programs of a pack kernel, and so its maximum number of SMs. Derived: an SM of an H200 has 36 GB/s of its 4.8 TB/s,
+half of it for reads. So 16 of the 132 SMs pack at 290 GB/s, five times the link's rate."""
 
 
 class PackedOffsets(NamedTuple):

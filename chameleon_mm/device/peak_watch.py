@@ -26,7 +26,7 @@ class Peak(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """Words before the lower bound in a text: none if the peak is known."""
+        """Words before the lower bound in a text; empty if the peak is known."""
         return "" if self.at_least_bytes == self.at_most_bytes else "at least "
 
     def __str__(self) -> str:
@@ -34,8 +34,7 @@ class Peak(NamedTuple):
 
 
 class PeakWatch:
-    """Watch of a device's peak over an interval, by readings of the device's own. A reset is detected if a reading is below the
-    one before it."""
+    """Watch of a device's peak over an interval, by readings of the device's own peak. A lower reading shows a reset."""
 
     def __init__(self, peak_bytes: int) -> None:
         self._before_bytes = self.last_bytes = peak_bytes
@@ -46,7 +45,7 @@ class PeakWatch:
     def note(self, peak_bytes: int, seen_bytes: int = 0) -> None:
         """Add a reading of the device's peak. `seen_bytes`: bytes allocated at that moment."""
         if peak_bytes < self.last_bytes:
-            # It was reset. Later readings are of this interval alone; the peak between the last `note` and the reset is lost.
+            # The peak was reset. Later readings belong to this interval; a peak between the last `note` and the reset is lost.
             self._was_reset, self._before_bytes = True, 0
         if peak_bytes > self._before_bytes:
             seen_bytes = peak_bytes
@@ -54,7 +53,7 @@ class PeakWatch:
         self.last_bytes = peak_bytes
 
     def include(self, part: PeakWatch) -> None:
-        """Add what the watch of a part of this interval noted."""
+        """Add the readings of the watch of a part of this interval."""
         self._most_bytes = max(self._most_bytes, part._most_bytes)
         if part._was_reset:
             self._was_reset, self._before_bytes = True, 0

@@ -63,7 +63,7 @@ class HostNodes(NamedTuple):
     """Numbers of the NUMA nodes that have memory."""
 
     with_cpus: set[int]
-    """Host memory; empty if the kernel does not tell."""
+    """Nodes of host memory; empty if the kernel does not report them."""
     bare: set[int]
     """Nodes without CPUs, such as a GPU's own memory."""
 
@@ -75,14 +75,14 @@ def host_nodes(root: Path = Path("/")) -> HostNodes:
 
 
 def bare_bytes(root: Path) -> int:
-    """Bytes that nodes without CPUs add to the kernel's MemAvailable at most: free memory, and caches that it may drop."""
+    """Return the maximum bytes that nodes without CPUs add to the kernel's MemAvailable: free memory and droppable caches."""
     counted = re.compile(r" (?:MemFree|Active\(file\)|Inactive\(file\)|SReclaimable): *(\d+) kB")
     texts = (kernel_text(root / _NODES / f"node{node}/meminfo") for node in host_nodes(root).bare)
     return sum(int(kib) * 1024 for text in texts for kib in counted.findall(text))
 
 
 def _run_on(cpus: Collection[int], nodes: HostNodes | None) -> None:
-    """Run this thread on `cpus` from now on, with new pages of no bare node, as far as the kernel allows."""
+    """Run this thread on `cpus` from now on, without new pages on bare nodes, as far as the kernel allows."""
     with suppress(OSError):
         if cpus:
             os.sched_setaffinity(0, cpus)
@@ -258,7 +258,7 @@ class PageLocker:
                 self._calls.clear_error()
 
     def _warn(self, log: logging.Logger, message: str, *values: object) -> None:
-        """Log a warning if it is the first of its `message`, else information. `message` ends with the number of its kind."""
+        """Log a warning if it is the first with this `message`, else at INFO. `message` ends with a count of its kind."""
         self._warned[message] += 1
         log.log(logging.WARNING if self._warned[message] == 1 else logging.INFO, message, *values, self._warned[message])
 

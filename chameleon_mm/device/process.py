@@ -1,6 +1,6 @@
 """Process id without a system call: hot paths compare it, because a forked child has another one and cannot use the device.
 
-pid = ThisProcess.pid            # when something of the device is made
+pid = ThisProcess.pid            # when an object of the device is made
 if ThisProcess.pid != pid: ...   # a forked child
 """
 

@@ -80,8 +80,8 @@ class Stream(Protocol):
         self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, offset: int, *, out: bool, again: Event | None = None
     ) -> Event:
         """Enqueue a copy of a whole storage to the flat uint8 tensor `host`, from its byte `offset` on (`out`), or back. It
-        comes after all work of `owner` so far. Returns an event after it. `again`: an untimed event of this device that nobody
-        asks for any more, which may be recorded anew. Raises `ValueError` if `host` has fewer bytes than that."""
+        comes after all work of `owner` so far. Returns an event after it. `again`: an untimed event of this device that is no
+        longer used, which may be recorded again. Raises `ValueError` if `host` has fewer bytes than that."""
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies each of `sources` into `dst` at its offset. The other bytes of `dst` do not change.
@@ -125,7 +125,7 @@ class MemoryReading(NamedTuple):
     peak_bytes: int
     """Peak, as from `Device.peak_allocated_bytes`."""
     unused_bytes: int = 0
-    """Bytes of `allocated_bytes` that are set aside for a window of parameters and not allocated."""
+    """Part of `allocated_bytes` that is reserved for a window of parameters but not allocated."""
 
 
 @runtime_checkable
@@ -200,7 +200,7 @@ class Device(Protocol):
         The cumulative count lacks `cumulative_offset` bytes, and is lower after a reset of the device's statistics."""
 
     def cumulative_offset(self) -> int:
-        """Bytes of the cumulative count from before the latest such reset."""
+        """Bytes of the cumulative count from before the latest reset of the device's statistics."""
 
     def peak_allocated_bytes(self) -> int:
         """Maximum of `allocated_bytes` since the process began or the user last reset it."""
@@ -219,11 +219,11 @@ class Device(Protocol):
         reserves nothing."""
 
     def allocator_hook(self) -> AllocatorHook | None:
-        """Return a new hook in the device's allocator that storages can be lent to; None if the device has none."""
+        """Return a new hook in the device's allocator, to which storages can be lent; None if the device has none."""
 
     def native_loop(self, streams: tuple[Stream, Stream]) -> tuple[ModuleType, int, tuple[int, int]] | None:
-        """The C++ helper that runs the hooks of planned steps, with what it calls this device and its streams of copies out and
-        back; None where there is none."""
+        """Return the C++ helper that runs the hooks of planned steps, with its numbers for this device and the streams of
+        copies out and back; None without a helper."""
 
     def owns(self, tensor: Tensor) -> bool:
         """True if `tensor` is in this device's memory. On the simulator: a plain CPU tensor outside its pinned memory."""

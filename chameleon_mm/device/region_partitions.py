@@ -1,11 +1,11 @@
-"""Chooses what each compiled region saves, as torch divides its graph into forward and backward, before either is compiled.
+"""Choose how much each compiled region saves, when torch partitions its graph into forward and backward, before compiling.
 
     with partitioned(FirstChoice(shares)):   # for regions that compile on this thread, by any backend of AOTAutograd
         torch traced forward and backward as one graph:
-            share = choose(graph)            # torch's `activation_memory_budget` for this region alone: the first that fits
+            share = choose(graph)            # torch's `activation_memory_budget` for this region: the first that fits
 
-Torch asks `joint_custom_pass` with each such graph. The share is a mark on it, and torch's own setting stays.
-Torch's cache of divided graphs does not know the mark, and is left out meanwhile. Inductor's cache of code holds.
+Torch calls `joint_custom_pass` with each such graph. The pass marks the graph with the share; torch's own setting stays.
+Torch's cache of partitioned graphs ignores the mark, so it is off meanwhile. Inductor's cache of code stays on.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def compiled_partition(*activation_memory_budget: float) -> Iterator[None]:
-    """Context in which torch compiles regions on this thread so that they save what its `activation_memory_budget` leaves: 1
-    what torch saves by itself, 0 the inputs alone. The rest is remade within their backward. Several values are of the regions
-    in the order in which they compile, and the last one of all that follow.
+    """Context in which torch compiles regions on this thread with this `activation_memory_budget`. 1: save what torch saves by
+    default. 0: save only the inputs. Backward recomputes the rest. Several values apply to the regions in the order of their
+    compilation; the last value applies to all that follow.
 
-    A program that is compiled in this context has the bits that it has in a session that chose the same. Regions compiled
-    before stay as they are. Raises `ValueError` for none, or for a value beyond 0 to 1.
+    A program compiled in this context has the same bits as in a session with the same choice. Regions compiled earlier do not
+    change. Raises `ValueError` without a value, or for a value outside of 0 to 1.
     """
     if not activation_memory_budget or not all(0 <= share <= 1 for share in activation_memory_budget):
         raise ValueError(
@@ -60,7 +60,7 @@ def partition_is_torchs_own() -> bool:
 
 @contextmanager
 def partitioned(choose: Choose) -> Iterator[None]:
-    """Context in which regions that compile on this thread save what `choose` says. What it raises, the compile raises."""
+    """Context in which regions that compile on this thread save as much as `choose` decides. The compile raises its errors."""
     joint_pass = _JointPass(choose)
     try:
         yield
@@ -69,7 +69,7 @@ def partitioned(choose: Choose) -> Iterator[None]:
 
 
 class _JointPass:
-    """Torch's pass over joint graphs, and what it replaces among the settings of this thread (torch 2.11: of the process)."""
+    """Pass of torch over joint graphs, and the settings of this thread that it replaces (torch 2.11: of the process)."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose, self._thread, self.ended = choose, threading.get_ident(), False
@@ -78,13 +78,13 @@ class _JointPass:
         config.joint_custom_pass, config.activation_memory_budget_runtime_estimator = own
 
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
-        from torch._inductor.custom_graph_pass import CustomRuntimeEstimator  # loaded by now, as torch compiles
+        from torch._inductor.custom_graph_pass import CustomRuntimeEstimator  # loaded already, because torch compiles
 
         CustomRuntimeEstimator.register(_Uncached)
         if callable(self.before[0]):
             graph = self.before[0](graph, inputs)
         if not self.ended and threading.get_ident() == self._thread and (share := self._choose(graph)) is not None:
-            next(iter(graph.graph.nodes)).meta["memory_budget"] = float(share)  # of an input, which no pass removes
+            next(iter(graph.graph.nodes)).meta["memory_budget"] = float(share)  # on an input, which no pass removes
         return graph
 
     def end(self) -> None:
@@ -97,7 +97,7 @@ class _JointPass:
 
 
 class _Uncached:
-    """Torch's estimate of a node's time as it was set, by which torch knows that no cache may hold what comes of it."""
+    """Torch's estimate of a node's time, unchanged. Setting it tells torch not to cache the result."""
 
     def __init__(self, estimator: Any) -> None:
         self._estimator = estimator
@@ -109,47 +109,46 @@ class _Uncached:
             return float(estimate_runtime(node))
 
     def uuid(self) -> None:
-        """No key."""
+        """Return no key, so that nothing is cached."""
 
 
 # --- the choice
 
 
 class Divided(NamedTuple):
-    """Estimate of a region that is compiled with some partition. Inputs and parameters of the region are not in it."""
+    """Estimate for a region compiled with one partition, without inputs and parameters of the region."""
 
     peak_bytes: int
-    """Most bytes at a time, with all results on the device."""
+    """Maximum bytes at the same time, with all results on the device."""
     saved_bytes: int
     remade: int
-    """Operators of forward that run again in backward."""
+    """Number of operators of forward that run again in backward."""
 
     def __str__(self) -> str:
         return f"peak {format_size(self.peak_bytes)}, {format_size(self.saved_bytes)} saved, {self.remade} operators remade"
 
 
 class Divisions:
-    """Estimates for a joint graph, which stays as it is, by torch's own partitioner.
+    """Estimates for a joint graph by torch's own partitioner. The graph does not change.
 
-    The first takes about 1 ms for each operator, later ones less: what depends on the graph alone, and cuts of it that torch
-    asks for again, are made once.
+    The first takes about 1 ms per operator. Later ones take less: work on the graph alone, and repeated cuts, are done once.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
         nodes = fx.Graph()
         nodes.output(nodes.graph_copy(graph.graph, {}))
         results = tree_leaves([node.args for node in nodes.find_nodes(op="output")])
-        # The graph returns the results of forward, and then a gradient for each of its inputs.
+        # The graph returns the results of forward, then a gradient for each of its inputs.
         self._num_results = len(results) - sum(map(_is_input, nodes.nodes))
         self._given = _given(nodes)
         self._module = _NeverRun(graph, nodes)
         self._partition = _remembering_partition()
 
     def at(self, share: float) -> Divided:
-        """Estimate for torch's `activation_memory_budget` of `share`."""
+        """Return the estimate for an `activation_memory_budget` of `share`."""
         from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-        with config.patch(activation_memory_budget=share), _use_lazy_graph_module(True):  # no code for what is never run
+        with config.patch(activation_memory_budget=share), _use_lazy_graph_module(True):  # no code: it never runs
             divided = self._partition(self._module, (), num_fwd_outputs=self._num_results)
         forward, backward = (one.graph for one in divided)
         saved = storages_of([node for node in backward.find_nodes(op="placeholder") if not node.name.startswith("tangents")])
@@ -160,8 +159,8 @@ class Divisions:
 
 
 def _remembering_partition() -> Callable[..., Any]:
-    """Torch's partitioner for one graph that is divided several times. It is torch's code: functions that it calls by name are
-    replaced in a copy of its globals, where they are found."""
+    """Return torch's partitioner for a graph that is partitioned several times. It is torch's code, but with a copy of its
+    globals, in which functions that it calls are replaced by cached ones."""
     from torch._functorch import partitioners
 
     names = vars(partitioners)
@@ -172,7 +171,7 @@ def _remembering_partition() -> Callable[..., Any]:
 
 
 _OF_THE_GRAPH = ("fx_graph_cse", "cleanup_recompute_tags", "classify_nodes")
-"""Steps of torch's partitioner that do not depend on the share."""
+"""Functions of torch's partitioner whose results do not depend on the share."""
 
 
 def _cut_key(joint_graph: Any, node_info: Any, min_cut_options: Any, dont_ban: Collection[fx.Node] | None = None) -> Any:
@@ -198,11 +197,11 @@ def _with_globals(function: Any, replaced: dict[str, Any]) -> Callable[..., Any]
 
 class _NeverRun(fx.GraphModule):
     def recompile(self) -> Any:
-        """Write no code: the graph is divided, and never run."""
+        """Generate no code, because the graph is partitioned but never runs."""
 
 
 def _given(graph: fx.Graph) -> dict[int, int]:
-    """Storages of the inputs and parameters of a joint graph, which its views of them have too."""
+    """Return the storages of the inputs and parameters of a joint graph, which its views of them share."""
     return storages_of(list(filter(_is_input, graph.nodes)))
 
 
@@ -211,7 +210,7 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def storages_of(nodes: Sequence[fx.Node]) -> dict[int, int]:
-    """Return the bytes of each storage that `nodes` make or are given."""
+    """Return the bytes of each storage that `nodes` make or read."""
     found = dict[int, int]()
     for tensor in tree_leaves([node.meta.get("val") for node in nodes]):
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
@@ -221,10 +220,10 @@ def storages_of(nodes: Sequence[fx.Node]) -> dict[int, int]:
 
 
 def _peak_bytes(graph: fx.Graph, given: Collection[int]) -> int:
-    """Most bytes at a time as `graph` runs, each storage from its first operator to its last, without those `given`."""
+    """Return the peak in bytes while `graph` runs, without the storages `given`. Storages live from first to last operator."""
     held = {node: storages_of([node]) for node in graph.nodes}
     nbytes, last = dict[int, int](), dict[int, int]()
-    more_bytes = [0] * (len(held) + 1)  # by node: than during the one before
+    more_bytes = [0] * (len(held) + 1)  # by node: increase over the previous node
     for at, node in enumerate(held):
         new = {storage: size for storage, size in held[node].items() if storage not in given and storage not in nbytes}
         nbytes |= new
@@ -236,15 +235,15 @@ def _peak_bytes(graph: fx.Graph, given: Collection[int]) -> int:
 
 
 def _is_set(nodes: Sequence[fx.Node]) -> bool:
-    """True if an `activation_memory_budget` was set for a region: on this thread, or around its code."""
+    """True if an `activation_memory_budget` was set for a region, on this thread or around its code."""
     custom = ({**node.meta, **(node.meta.get("custom") or {})} for node in nodes)
     marks = {"memory_budget", "_region_activation_memory_budget"}
     return not partition_is_torchs_own() or any(not marks.isdisjoint(meta) for meta in custom)
 
 
 class FirstChoice:
-    """Chooses for each region as it compiles: torch's own partition if it fits, else the first of `shares` that does, else what
-    needs least of those tried."""
+    """Choice for each region when it compiles: torch's own partition if it fits, else the first of `shares` that fits, else the
+    one of those that needs least."""
 
     def __init__(self, shares: Sequence[float], warn: Callable[..., None] = logging.Logger.warning) -> None:
         """`warn(log, message, *values)` logs a warning."""
@@ -254,11 +253,11 @@ class FirstChoice:
         """Bytes for all (None: unknown, torch's own stays); of them what stays on the device, and what other things take. Bytes
         of the budget in addition, which plans leave free."""
         self.fixed: float | None = None
-        """Share of all regions that compile from now on; None: chosen for each."""
+        """Share for all regions that compile from now on; None: chosen for each region."""
         self.shares, self.lines = list[float](), list[str]()
-        """For each region in the order in which they compiled, as `compiled_partition` takes them; lines with estimates."""
+        """Shares by region in the order of compilation, for `compiled_partition`, and lines with estimates."""
         self.most_bytes, self.fits = 0, True
-        """The most that one needs as chosen, by estimate; and if all fit."""
+        """Maximum bytes that a region needs with its choice, by estimate; True if all regions fit."""
 
     def __call__(self, graph: fx.GraphModule) -> float | None:
         nodes = list(graph.graph.nodes)
@@ -271,22 +270,22 @@ class FirstChoice:
             return 1.0
         given = _given(graph.graph)
         room_bytes = max(0, self.budget_bytes - max(self.resident_bytes, sum(given.values())) - self.beside_bytes)
-        undivided_bytes = _peak_bytes(graph.graph, given)  # nothing is remade: more than by torch's own partition
+        undivided_bytes = _peak_bytes(graph.graph, given)  # without recomputation: more than with torch's own partition
         if undivided_bytes <= room_bytes:
             self.most_bytes = max(self.most_bytes, undivided_bytes)
             self._note(nodes, f"torch's own, which needs less than {format_size(undivided_bytes)} of {format_size(room_bytes)}")
             return 1.0
-        little = min(filter(None, self._shares))  # with nothing saved, backward begins by remaking all at once
+        little = min(filter(None, self._shares))  # at 0, backward begins by recomputing everything at once
         divisions = Divisions(graph)
         tried = {1.0: (own := divisions.at(1.0))}
         for share in self._shares:
             if min(one.peak_bytes for one in tried.values()) <= room_bytes:
                 break
-            # To save less takes the bytes no longer saved off the peak of each one tried, at most.
+            # Saving less lowers the peak of each tried share by at most the bytes no longer saved.
             least_bytes = max(one.peak_bytes - one.saved_bytes for one in tried.values()) + share * own.saved_bytes
             if least_bytes <= room_bytes or share == little:
                 tried[share] = divisions.at(share)
-        chosen = min(tried, key=lambda share: max(tried[share].peak_bytes, room_bytes))  # the first one that fits, if one does
+        chosen = min(tried, key=lambda share: max(tried[share].peak_bytes, room_bytes))  # the first that fits, if any
         self.most_bytes = max(self.most_bytes, tried[chosen].peak_bytes)
         if self.fits and (lack_bytes := tried[chosen].peak_bytes - room_bytes) > 0:
             self.fits, budget_bytes = False, self.budget_bytes + self.spare_bytes

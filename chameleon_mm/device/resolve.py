@@ -1,4 +1,4 @@
-"""Chooses the device: CUDA if available, else the simulator.
+"""Choose the device: CUDA if available, else the simulator.
 
 device = resolve_device(None)              # or "cuda:1", "sim:a100", a Device
 warn_of_newer_torch()                      # once per process
@@ -69,18 +69,18 @@ def resolve_device(device: Device | torch.device | str | None = None) -> Device:
             return CudaDevice(int(which)) if which else CudaDevice()
         raise ValueError(f"device: expected the name of one, got {device!r}: {_NAMES}")
     given: object = device
-    if isinstance(given, Device) and not isinstance(given, type):  # a class has every method, too
+    if isinstance(given, Device) and not isinstance(given, type):  # a class has all methods, too
         return given
     raise TypeError(f"device: expected a Device, a name or None, got {describe(device)}; {_NAMES}")
 
 
 def gpu_name(tensor: torch.Tensor) -> str | None:
-    """Name of the GPU that `tensor` is on, in the form that `resolve_device` accepts; None if it is not on a GPU."""
+    """Return the name of the GPU with `tensor`, in a form that `resolve_device` accepts; None if it is not on a GPU."""
     return str(tensor.device) if tensor.device.type == "cuda" else None
 
 
 def check_placement(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise `ValueError` if one of a model's `tensors` is neither on CUDA nor on the CPU, where a GPU is simulated."""
+    """Raise `ValueError` unless each of a model's `tensors` is on CUDA, or on the CPU for a simulated GPU."""
     for kind in (t.device.type for t in tensors):
         if kind not in ("cuda", "cpu"):
             raise ValueError(

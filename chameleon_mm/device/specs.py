@@ -17,7 +17,7 @@ from pathlib import Path
 from chameleon_mm.units import GIB, parse_size
 
 _SHARED = 0.75
-"""Share of the sum of both directions' rates that they reach at once, where only each alone is known: an H200's."""
+"""Duplex rate as a share of the sum of both directions' rates, if only those are known: the share of an H200."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class GpuSpec:
     """Rate from device to pinned host memory, with the other direction idle."""
 
     duplex_gbps: float
-    """Total rate of both directions at once: above either alone, at most their sum."""
+    """Total rate of both directions at the same time: above each single rate, at most their sum."""
 
     source: str
     """Origin of the figures, and which of them are derived."""
@@ -66,7 +66,7 @@ class GpuSpec:
             )
 
     def shared_by(self, ranks: int) -> GpuSpec:
-        """Return this GPU with one rank's part of the link, where `ranks` ranks copy over it at once."""
+        """Return this GPU with one rank's part of a link over which `ranks` ranks copy at the same time."""
         h2d, d2h, duplex = (rate / ranks for rate in (self.h2d_gbps, self.d2h_gbps, self.duplex_gbps))
         return replace(self, h2d_gbps=h2d, d2h_gbps=d2h, duplex_gbps=duplex)
 
@@ -186,7 +186,7 @@ SPECS: dict[str, GpuSpec] = {
     "gh200": _GH200,
     "mi300x": _MI300X,
 }
-"""Known GPUs by the name that `SimDevice` and `"sim:NAME"` take."""
+"""Known GPUs by the name for `SimDevice` and `"sim:NAME"`."""
 
 
 def spec_by_name(name: str) -> GpuSpec:

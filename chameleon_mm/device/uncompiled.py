@@ -4,7 +4,7 @@
 def __init__(self, ...): ...
 save = uncompiled(save)          # the same function, without a wrapper: calls take no longer
 
-import_dynamo()                  # call early: else a dispatch mode's first operator imports it in the middle of a hook
+import_dynamo()                  # call early: otherwise a dispatch mode's first operator imports it inside a hook
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DYNAMO = "torch._dynamo"
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Make dynamo skip `function`, a Python function or method, and all that it calls. Return it.
+    """Make dynamo skip `function`, a Python function or method, and everything that it calls. Returns `function`.
 
-    `torch.compiler.disable` does the same with a wrapper, whose time is a large part of a short hook's time. It also imports
+    `torch.compiler.disable` does the same with a wrapper, which takes a large part of a short hook's time. It also imports
     dynamo.
     """
     dynamo = torch._C._dynamo.eval_frame
@@ -40,7 +40,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def import_dynamo() -> None:
-    """Import dynamo on a new thread unless it is imported. Raises what the import raises.
+    """Import dynamo on a new thread, unless it is imported already. Raises the import's error.
 
     Every dispatch mode imports it at the mode's first operator. The import calls `torch.fx.wrap`, whose frame refers to itself.
     That frame, all its callers and their variables live until the garbage collector runs. In a save hook these are the saved

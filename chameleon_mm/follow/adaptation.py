@@ -4,7 +4,7 @@
     recorded step ends           make plans from its trace; the step cache keeps them under the step's fingerprint
     expected step has a plan     follow the plan
 
-Every step is fingerprinted. A wrong expectation costs time and changes no result.
+Every step is fingerprinted. A wrong expectation costs time but changes no result.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from chameleon_mm.swap.metrics import Metrics, StepKind, StepSums
 from chameleon_mm.swap.recipe import Refusal
 from chameleon_mm.units import format_size
 
-# --- Make plans within budgets, and leave some device memory free if possible
+# --- Make plans within budgets, and keep some device memory free if possible
 
 _log = logging.getLogger(__name__)
 
 TRIAL_PLANS = 2
-"""Number of plans to try for one step if their simulated times are close. For a mixture of experts, the second plan was up to
-8 % faster than the one predicted to be fastest."""
+"""Number of plans to try for one step if their simulated times are close. For a mixture of experts, the second plan was up to 8
+% faster than the plan predicted to be fastest."""
 
 DRAFTS = 1000
-"""Number of tentative plans that the planner evaluates for a step with few candidates: 0.2 s, once, between two steps."""
+"""Number of tentative plans that the planner evaluates for a step with few candidates. It takes 0.2 s, once."""
 
 SPARE_PART = 256
-"""A plan leaves 1 / SPARE_PART of the budget free if it can. Steps with one fingerprint may differ in what hooks do not see,
-such as a scalar that the loop keeps."""
+"""Part of the budget, 1 / SPARE_PART, that a plan keeps free if possible. Steps with equal fingerprints may differ in memory
+that hooks do not see, such as a scalar that the loop keeps."""
 
 SLACK_BLOCKS = 4
-"""Number of blocks at a step's peak that may be larger than requested. Plans leave `block_slack_bytes` free for each."""
+"""Number of blocks at a step's peak that may be larger than requested. Plans keep `block_slack_bytes` free for each."""
 
 SLACK_PART = 32
-"""A plan leaves at most 1 / SLACK_PART of the budget free for block slack. The limit matters only for budgets below 128 MiB."""
+"""Maximum part of the budget, 1 / SLACK_PART, to keep free for block slack. It matters only for budgets below 128 MiB."""
 
 GAP_PART = 32
-"""Part of the budget, 1 / GAP_PART, that plans leave free in addition when gaps between blocks made the allocator empty its
-cache. Up to eight times: the reserved bytes of replayed plans are at most a quarter above the allocated ones."""
+"""Part of the budget, 1 / GAP_PART, that plans keep free in addition each time that gaps between blocks made the allocator
+empty its cache. At most eight parts, because reserved bytes of replayed plans exceed allocated bytes by at most a quarter."""
 
 FLUSHES = 2
-"""Planned steps in a row in which the allocator emptied its cache, after which plans leave more free. The first one after
-another plan may clear away what was cached before."""
+"""Number of consecutive planned steps in which the allocator emptied its cache, after which plans keep more free. The first
+step of a plan may only free blocks cached before."""
 
 
 class Budgets(NamedTuple):
@@ -76,22 +76,22 @@ class Budgets(NamedTuple):
 
 
 class Planning:
-    """Make plans. `slack_bytes` is the device's `block_slack_bytes`. `metrics` counts the refusals."""
+    """Makes plans. `slack_bytes`: the device's `block_slack_bytes`. `metrics`: counts refusals."""
 
     def __init__(self, slack_bytes: int, metrics: Metrics) -> None:
         self.slack_bytes, self._metrics = slack_bytes, metrics
         self.outside_bytes: Callable[[], int] = int
-        """Return the bytes of a step that no hook sees. If no plan fits, one may exceed the budget by as much."""
+        """Function that returns the bytes of a step that no hook sees. If no plan fits, one may exceed the budget by these."""
         self.gap_parts = 0
-        """Parts of the budget, each 1 / GAP_PART, left free for gaps between the allocator's blocks."""
+        """Number of parts of the budget, each 1 / GAP_PART, kept free for gaps between the allocator's blocks."""
 
     def spare_bytes(self, hbm_budget_bytes: int) -> int:
-        """Bytes of the budget that a plan leaves free if it can."""
+        """Return the bytes of the budget that a plan keeps free if possible."""
         slack_bytes = min(SLACK_BLOCKS * self.slack_bytes, hbm_budget_bytes // SLACK_PART)
         return max(hbm_budget_bytes // SPARE_PART, slack_bytes) + self.gap_parts * (hbm_budget_bytes // GAP_PART)
 
     def plans_for(self, planned: PlannedStep, budgets: Budgets, link: LinkCost, *, at_most: int) -> list[SwapPlan]:
-        """Return plans for the step, best first. Raises `InfeasibleBudget`, which names the smallest budget that has a plan."""
+        """Return plans for the step, best first. Raises `InfeasibleBudget`, which names the smallest budget with a plan."""
 
         def within(hbm_bytes: int) -> list[SwapPlan]:
             return candidate_plans(
@@ -119,7 +119,7 @@ class Planning:
         """Return plans of these steps within `budgets`, by the `id` of each step. `before`: the present budgets.
 
         Raises `InfeasibleBudget` if a step that has a plan now would have none. If several steps fail, the error with the
-        largest requirement is raised: its budget is enough for all.
+        largest requirement is raised, whose budget is enough for all.
         """
         made = dict[int, list[SwapPlan]]()
         refusals = list[InfeasibleBudget]()
@@ -137,12 +137,12 @@ class Planning:
             try:
                 raise max(refusals, key=lambda refusal: getattr(refusal, asked) or 0)
             finally:
-                refusals.clear()  # their tracebacks hold this frame: a reference cycle
+                refusals.clear()  # their tracebacks hold this frame, which would be a cycle
         return made
 
 
 def most_plans(planned: PlannedStep) -> int:
-    """Number of plans to try for a step: of a predicted one, which may not come again, one."""
+    """Return the number of plans to try for a step. For a predicted step, which may not be repeated, it is one."""
     return TRIAL_PLANS if planned.predicted_by is None else 1
 
 
@@ -177,15 +177,15 @@ class FollowedStep(NamedTuple):
     unused: dict[tuple[int, int], int]
     """Bytes that the recorded step allocated between two hooks and this step did not, by the two hooks."""
     exceeded_plan: bool
-    """True if the step took more memory than its plan had room for, between two hooks or at one. `extra` has these bytes."""
+    """True if the step took more memory than its plan provides, at a hook or between two. `extra` includes these bytes."""
     had_plan: bool
-    """True if some hook followed a plan. `followed_plan`: all hooks followed one plan, whose forecast held to the end."""
+    """True if any hook followed a plan. `followed_plan`: all hooks followed one plan, whose forecast was right to the end."""
     followed_plan: bool
 
 
-# --- Digests of a rank's plan and of the plan's inputs: ranks that do the same have the same digests
+# --- Digests of a rank's plan and of the plan's inputs. Ranks that do the same have equal digests
 #
-# Digests contain no times, which differ between ranks and between runs. A plan depends on times, so on a GPU the ranks of one
+# Digests contain no times, which differ between ranks and between runs. Plans depend on times, so on a GPU the ranks of one
 # step may have different plans.
 
 _DIGITS = 16
@@ -221,29 +221,29 @@ CACHED_STEPS = 32
 """Number of steps in the cache, with trace and plans. A step of ten thousand hooks takes some MiB."""
 
 RECORDINGS = 3
-"""Number of recordings of one step that may give no plan. After that it runs by the default rule, without a recorder's cost."""
+"""Number of recordings of a step without a plan. After that, the step runs by the default rule, without a recorder."""
 
 CORRECTIONS = 2
-"""Maximum number of corrections of one step's operator times: one for any factor, one for changes that the new plan causes."""
+"""Maximum number of corrections of a step's operator times: one for a wrong factor, one for changes by the new plan."""
 
 UNUSED_RECORDINGS = 4
-"""Number of unused recordings from which `RECORDED_SHARE` applies: no such step came since, nor one predicted from it."""
+"""Number of unused recordings from which `RECORDED_SHARE` applies. Unused: no such or predicted step followed."""
 RECORDED_SHARE = 0.02
 """Share of all steps, or of their time, that may be recorded from `UNUSED_RECORDINGS` on. A recorded step takes up to 1.7 times
-as long as one with a plan (a mixture of experts, simulated), so this costs at most 1.4 %."""
+as long as a planned step (a mixture of experts, simulated), so this costs at most 1.4 %."""
 
 WASTED_SHARE = 1 / 64
-"""Share of all hooks that recorders may see in steps that already have a plan, while other steps need a trace. By the same
+"""Share of all hooks that recorders may see in steps that already have a plan, while other steps need a trace. With the same
 factor of 1.7, this costs 1.1 % of the time."""
 
 
 StepEntry = CachedStep[PlannedStep | None]
-"""Earlier step. Its plan is None if it has no trace."""
+"""Earlier step. Its plan is None if there is no trace."""
 Steps = StepCache[PlannedStep | None]
 
 
 class Adaptation:
-    """Record steps, make plans for them and choose among the plans. Not thread-safe: the executor holds its lock.
+    """Recording of steps, and choice among their plans. Not thread-safe: the executor holds its lock.
 
     `slack_bytes`: the device's `block_slack_bytes`. `make_recorder`: makes the recorder of a step. `link_cost`: returns the
     known cost of the link. `host_budget`: returns the limit of pinned memory in bytes. `replayable`: base names of operators
@@ -267,7 +267,7 @@ class Adaptation:
         self.plan_cache_hits = 0
         self.planning_us = 0.0
         self.latest: PlannedStep | None = None
-        """Step that was planned last."""
+        """Latest step that was planned."""
         self._metrics = metrics
         self._hbm_budget_bytes = hbm_budget_bytes
         self.planning = Planning(slack_bytes, metrics)
@@ -275,9 +275,9 @@ class Adaptation:
         self._make_recorder = make_recorder
         self._link_cost = link_cost
         self.cache_flushes: Callable[[], int] = int
-        """Reads the device's number of them."""
+        """Function that returns the device's number of cache flushes."""
         self._flushes = self._flushed_steps = 0
-        """Number of flushes as the last step ended, and of planned steps in a row with some."""
+        """Number of flushes at the end of the last step, and number of consecutive planned steps with flushes."""
         self._replayable = replayable
         self._banned: set[str] = set()
         self.steps: Steps = StepCache(CACHED_STEPS)
@@ -287,9 +287,9 @@ class Adaptation:
         self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
         """Fingerprints of the latest steps whose recordings gave no plan."""
         self._hooks = self._wasted_hooks = 0
-        """Number of hooks of all steps so far, and number of those that a recorder saw in vain."""
+        """Number of hooks of all steps so far, and number of hooks that a recorder saw without need."""
         self._began_us = self._steps_us = self._recorded_us = 0.0
-        """Host time at which the step began; total host time of all steps; total of the recorded ones."""
+        """Host time at which the step began; total host time of all steps; total host time of recorded steps."""
         self._num_steps = self._num_recorded = 0
         self._unused: set[int] = set()
         """Fingerprints of the unused recordings, as `UNUSED_RECORDINGS` defines them."""
@@ -298,19 +298,19 @@ class Adaptation:
 
     @property
     def latest_plan(self) -> SwapPlan | None:
-        """Plan of the step that was planned last. None: no step was planned, or no plan fits the budget."""
+        """Plan of the latest planned step. None: no step was planned, or no plan fits the budget."""
         current = None if self.latest is None else self.latest.current
         return None if current is None else current.program.plan
 
     @property
     def host_bytes_wanted(self) -> int | None:
-        """Most pinned memory in bytes that a cached step needs under its current plan. None: no cached step has a plan."""
+        """Maximum pinned memory in bytes that a cached step needs under its current plan. None: no cached step has a plan."""
         followed = (entry.plan.current for entry in self.steps.entries() if entry.plan is not None)
         return max((trial.program.plan.host_bytes for trial in followed if trial is not None), default=None)
 
     @property
     def banned(self) -> tuple[str, ...]:
-        """Sorted names of operators from recipes that made other bits than the original."""
+        """Sorted names of the operators of recipes that made other bits than the original."""
         return tuple(sorted(self._banned))
 
     @property
@@ -325,8 +325,8 @@ class Adaptation:
         """Plan every cached step again, from its trace, for new budgets. Called between steps. Raises `InfeasibleBudget` and
         changes nothing if a step that has a plan now would have none.
 
-        `host_budget_bytes`: the next result of `host_budget`; None: its present result. `must_fit=False`: forget all steps
-        instead, as their traces may come from steps that ran out of memory.
+        `host_budget_bytes`: the next result of `host_budget`; None: its present result. `must_fit` False: forget all steps
+        instead, because their traces may come from steps that ran out of memory.
         """
         before = self._budgets
         budgets = Budgets(hbm_budget_bytes, before.host_bytes if host_budget_bytes is None else host_budget_bytes)
@@ -351,14 +351,14 @@ class Adaptation:
         self.planning_us += (perf_counter() - began) * 1e6
 
     def _usual_steps(self) -> list[PlannedStep]:
-        """Cached steps that have a trace, which follow the plans of usual ones from now on."""
+        """Return the cached steps that have a trace. From now on they follow the plans for usual steps."""
         for entry in self.steps.entries():
             entry.plan = entry.plan and entry.plan.usual
         return [entry.plan for entry in self.steps.entries() if entry.plan is not None]
 
     def choose_partition(self) -> bool:
-        """Choose what compiled regions save, once, from the first step that was recorded with some. Called between steps.
-        Returns True if they are to be compiled once more."""
+        """Choose how much compiled regions save, once, from the first recorded step with such regions. Called between steps.
+        Returns True if they should be compiled once more."""
         planned, first, choice = self.latest, self.first_partitions, self.partition
         if choice.is_made or planned is None:
             return False
@@ -367,7 +367,7 @@ class Adaptation:
         step_us = (lambda _: None) if hopeless else (lambda trace: self._step_us(planned, trace))
         choice.make(planned.trace, own_us, step_us, present=min(first.shares, default=1.0))
         first.fixed = choice.share
-        if choice.share is not None and own_us is None and first.most_bytes:  # each one's need is known from its own graph
+        if choice.share is not None and own_us is None and first.most_bytes:  # each region's need is known from its own graph
             beside_bytes = max(0, smallest_budget(planned.trace) - first.most_bytes - first.resident_bytes)
             first.fixed, first.beside_bytes = None, beside_bytes
             choice.text = (
@@ -384,7 +384,7 @@ class Adaptation:
         first.budget_bytes = self._hbm_budget_bytes - first.spare_bytes
 
     def _step_us(self, planned: PlannedStep, trace: Trace, *, unpinned: bool = False) -> float | None:
-        """Predicted time of a step like `planned` with that trace. `unpinned`: as if no pin were given. None: no plan fits."""
+        """Return the predicted time of a step like `planned` with that trace. `unpinned`: without pins. None: no plan fits."""
         other = PlannedStep(planned.record, trace, admitted=planned.admitted, banned=planned.banned)
         if unpinned:
             other.refused = {number: why for number, why in planned.refused.items() if why is not NEVER_RECOMPUTE}
@@ -396,7 +396,7 @@ class Adaptation:
             return None
 
     def pins(self) -> dict[str, Any]:
-        """Cost of the pins in the step that was planned last, if any. Plans it without them, once, if they hold something."""
+        """Return the cost of the pins in the latest planned step, if any. If pins apply to it, plans it once without them."""
         planned = self.latest
         if planned is None:
             return {}
@@ -428,8 +428,8 @@ class Adaptation:
         return recorder
 
     def _is_worth_recording(self, expected: StepEntry | None) -> bool:
-        """True if the step that begins may need a trace: the expected step has none, or, rarely enough, another cached step has
-        none. Only the second case records a step that is never expected, such as an occasional evaluation."""
+        """True if the step that begins may need a trace: the expected step has no trace, or, rarely enough, another cached step
+        has none. The second case is for steps that are never expected, such as an occasional evaluation."""
         if expected is None:
             return True
         is_rare = self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
@@ -441,7 +441,7 @@ class Adaptation:
         return not wasted and any(map(self.wants_trace, self.steps.entries()))
 
     def wants_trace(self, entry: StepEntry) -> bool:
-        """True if this cached step still needs a trace, or another one, as the recorded step was odd."""
+        """True if this cached step needs a trace, or another trace because the recorded step was odd."""
         if self._flawed.count(entry.fingerprint) >= RECORDINGS:
             return False
         if entry.plan is not None:
@@ -464,7 +464,7 @@ class Adaptation:
             if entry.plan.predicted_by is not None:
                 self._unused.clear()
             else:
-                self._unused.discard(record.fingerprint)  # it came again
+                self._unused.discard(record.fingerprint)  # the step was repeated
             self.plan_cache_hits += bool(entry.plan.trials)
             if step.followed_plan and entry.plan.trials:
                 kind = StepKind.PLANNED
@@ -480,7 +480,7 @@ class Adaptation:
         elif recorder is not None and has_trace:
             wasted, kind = 0, StepKind.RECORDED
             if entry is not None and entry.plan is not None:
-                self._flawed.append(record.fingerprint)  # its first recording
+                self._flawed.append(record.fingerprint)  # counts its first recording
             self.detailed_steps += 1
             self._unused.add(record.fingerprint)
             # Optimizer state that this step made exists from the beginning of all later steps.
@@ -511,10 +511,10 @@ class Adaptation:
         self._steps_us += took_us
         self._recorded_us += was_recorded * took_us
 
-    # --- steps with other sizes than the recorded ones
+    # --- steps with other sizes than recorded steps
 
     def predict(self, features: Sequence[Feature]) -> tuple[StepRecord, PlannedStep] | None:
-        """Predict from recorded steps the step that begins with these hooks, and plan it. None: there is no prediction."""
+        """Predict, from recorded steps, the step that begins with these hooks, and plan it. None: no prediction."""
         for structure in self._structures.beginning_with(features):
             record = structure.predict(features)
             if record is not None:
@@ -530,7 +530,7 @@ class Adaptation:
     def _predicted(self, record: StepRecord, structure: Structure) -> PlannedStep:
         planned = self._planned_step(record, structure.trace_of(record), structure)
         planned.predicted_by, planned.margin_bytes = structure, structure.margin_bytes(record)
-        planned.reset_for(ExtraMemory())  # with its margin
+        planned.reset_for(ExtraMemory())  # with the step's margin
         if not self._plan_for(planned, ExtraMemory.most_of(structure.recent_extra), at_most=1):
             self._add_plans(planned, at_most=1)
         return planned
@@ -547,7 +547,7 @@ class Adaptation:
     def _add_plans(self, planned: PlannedStep, *, at_most: int = TRIAL_PLANS) -> None:
         try:
             self._make_plans(planned, at_most)
-        except InfeasibleBudget as refusal:  # the default rule may still work, with stalls that no plan accepts
+        except InfeasibleBudget as refusal:  # the default rule may still work, with more stalls than a plan may have
             log_refusal(self._metrics, planned.record.num_hooks, refusal)
             planned.add_plans([], self._link_cost())
 
@@ -576,27 +576,27 @@ class Adaptation:
     # --- learning from finished steps
 
     def replan(self) -> None:
-        """Make new plans for the steps whose plans recompute something, if storages were refused since."""
+        """Make new plans for steps whose plans recompute, if storages were refused since."""
         for entry in self.steps.entries():
             if entry.plan is not None and entry.plan.has_new_refusals():
                 self._add_plans(entry.plan)
 
     def has_room(self, planned: PlannedStep, extra: ExtraMemory) -> bool:
-        """True if the step's plans have room for `extra`, allocated at its first hook beyond the trace. If they have
-        none, makes plans that do. False: there are none; the present ones stay, for steps without these bytes."""
+        """True if the step's plans have room for `extra`, allocated at its first hook in addition to the trace. If not, make
+        such plans. False: there are none; the present plans stay, for steps without these bytes."""
         new_gradients = extra.keeps_gradients and not planned.extra.keeps_gradients
         more_bytes = extra.extra_bytes - planned.extra.extra_bytes + new_gradients * planned.gradient_bytes
         plan = None if planned.current is None else planned.current.program.plan
         room_bytes = 0 if plan is None else max(self._hbm_budget_bytes, plan.hbm_budget_bytes) - plan.peak_bytes
         if plan is None or more_bytes <= max(0, room_bytes):
-            return True  # such as a scalar that the loop keeps of every step: plans leave room for it
+            return True  # such as a scalar of every step that the loop keeps: plans keep room for it
         has_room = self._plan_for(planned, planned.extra | extra)
         if not has_room:
             self.tell_lack(more_bytes, " as it began")
         return has_room
 
     def _learn_extra(self, entry: StepEntry, planned: PlannedStep, step: FollowedStep) -> None:
-        """Learn the memory that a step took beyond its trace. Note [Odd steps]."""
+        """Learn the memory that a step took in addition to its trace. Note [Odd steps]."""
         spare_bytes, structure, usual = self._spare_bytes, planned.predicted_by, planned.usual
         before = ExtraMemory.most_of((structure or usual).recent_extra)
         if structure is not None:
@@ -605,11 +605,11 @@ class Adaptation:
                 structure.has_open_sizes
                 and (margin := structure.margin_bytes(planned.record)) < planned.margin_bytes - spare_bytes
             ):
-                planned.margin_bytes = margin  # an odd step had widened it
+                planned.margin_bytes = margin  # an odd step had increased it
                 self._plan_for(planned, planned.extra, at_most=1)
         extra = planned.note_extra(step.extra, spare_bytes)
         if planned is not usual:
-            extra = None  # the odd ones' plans keep their room
+            extra = None  # plans for odd steps keep their room
         if extra is not None:
             planned.reset_for(extra)
         if planned.learn_inner_memory(step.unused, spare_bytes) or planned.has_new_refusals() or extra is not None:
@@ -628,7 +628,7 @@ class Adaptation:
         entry.plan = usual.odd if usual.odd is not None and usual.odd_is_due else usual
 
     def tell_lack(self, more_bytes: int, where: str) -> None:
-        """Warn that a step took `more_bytes` more than its plan has."""
+        """Warn that a step took `more_bytes` more than its plan provides."""
         told = (
             "chameleon_mm: a step had %s more device memory allocated than its plan has%s, in tensors that no hook sees; free "
             "them earlier, or raise hbm_budget by as much if it goes on: later plans leave so much free if they can"
@@ -636,7 +636,7 @@ class Adaptation:
         self._metrics.warn(_log, told, format_size(more_bytes), where)
 
     def _note_flushes(self, *, was_planned: bool) -> None:
-        """Leave more of the budget free in plans, if torch's allocator emptied its cache in one planned step after another."""
+        """Let plans keep more of the budget free, if torch's allocator emptied its cache in consecutive planned steps."""
         before, self._flushes = self._flushes, self.cache_flushes()
         self._flushed_steps = self._flushed_steps + 1 if was_planned and self._flushes > before else 0
         if self._flushed_steps < FLUSHES or self.planning.gap_parts >= GAP_PART // 4:
@@ -656,7 +656,7 @@ class Adaptation:
             self._add_plans(planned, at_most=most_plans(planned))
 
     def _learn_times(self) -> None:
-        """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""
+        """Read the times of the steps that the device has completed. Correct operator times and copy times by them."""
         while self._measuring:
             planned, trial, sums = self._measuring[0]
             time = self._metrics.time_of(sums)
@@ -678,6 +678,6 @@ class Adaptation:
 
 
 def recomputes(entry: StepEntry) -> bool:
-    """True if the current plan of a cached step recomputes something."""
+    """True if the current plan of a cached step recomputes a storage."""
     current = None if entry.plan is None else entry.plan.current
     return current is not None and current.recompute is not None

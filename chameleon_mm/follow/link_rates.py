@@ -1,6 +1,6 @@
 """Measure the rates of the link from the copies that this process timed.
 
-rates_of(spans, otherwise)      # LinkCost: each figure measured if there are enough copies, else that of `otherwise`
+rates_of(spans, otherwise)      # LinkCost: each figure is measured if there are enough copies, else from `otherwise`
 
 alone:   bytes / (time - copy_us), the median over copies that no copy of the other direction overlaps
 duplex:  bytes of both directions / time in which both were busy
@@ -27,23 +27,23 @@ from chameleon_mm.swap.calibration import kept
 from chameleon_mm.swap.metrics import CopySpan
 
 UNMEASURED_LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
-"""Published rates of an H200 on PCIe 5, used until copies are timed. The first steps time them."""
+"""Published rates of an H200 on PCIe 5, used until copies are timed in the first steps."""
 
 _LEAST_PIECES = 4
 """Minimum number of copies for a measured rate."""
 
 _LEAST_SHARED_US = 50.0
-"""Minimum time in which both directions are busy, for a measured duplex rate."""
+"""Minimum time in us in which both directions are busy, for a measured duplex rate."""
 
 _LATEST, _LATEST_US = 4_000, 300e6
-"""Copies that count: so many per direction, of the last five minutes. Older ones do not show the present rate."""
+"""Number of copies per direction, and their maximum age in us. Older copies do not show the present rate."""
 
 _FEW = 9
-"""Number of latest copies whose median start is taken as the present time. One or two wrong times do not matter."""
+"""Number of latest copies whose median start is the present time, so that one or two wrong times do not matter."""
 
 
 def link_cost_for(device: Device) -> LinkCost:
-    """Return the link cost that was measured on this machine and stored, or else `UNMEASURED_LINK`."""
+    """Return the link cost measured on this machine and stored, or else `UNMEASURED_LINK`."""
     values = kept(device, "link") or {}
     rates = [rate for name in LINK_RATES if isinstance(rate := values.get(name), float)]
     if len(rates) < 3 or not all(map(_is_rate, rates[:2])):
@@ -52,9 +52,9 @@ def link_cost_for(device: Device) -> LinkCost:
 
 
 def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
-    """Return the link cost that `spans`, copies on one clock, show. `otherwise`: figures to use if there are too few copies.
+    """Return the link cost measured from `spans`, copies on one clock. `otherwise`: figures to use if there are too few copies.
 
-    The latest copies count. A copy with a zero, negative or non-finite time is left out, so a bad timing never raises an error.
+    Only the latest copies count. A copy with a zero, negative or non-finite time is ignored, so bad timings raise no error.
     """
     sane = [span for span in spans if 0 < span.end_us - span.start_us <= _LATEST_US]  # False for NaN and infinity
     now_us = median(span.start_us for span in sane[-_FEW:]) if sane else 0.0
@@ -76,10 +76,10 @@ _KEY = "chameleon_mm/link"
 
 
 def slowest_here(link: LinkCost) -> LinkCost:
-    """Return the slowest rates that the ranks on this machine told, each in the store of the default process group: all wait
-    for the slowest, so a faster plan on the others gains nothing. No collective, and no wait. Raises nothing.
+    """Return the slowest rates of the ranks on this machine, which each rank writes to the store of the default process group.
+    All ranks wait for the slowest, so a faster plan on the others gains nothing. No collective, and no wait. Raises nothing.
 
-    `link`: this rank's own, which it tells. The ranks of a machine are those that torchrun numbers one after another.
+    `link`: this rank's own rates, which it writes. Ranks of one machine have consecutive numbers, as torchrun assigns them.
     """
     try:
         if not (dist.is_available() and dist.is_initialized()) or (here := local_ranks()) == 1:
@@ -87,16 +87,16 @@ def slowest_here(link: LinkCost) -> LinkCost:
         store, mine = dist.distributed_c10d._get_default_store(), dist.get_rank()
         own, first = link.rates, mine - mine % here
         store.set(f"{_KEY}/{mine}", json.dumps(own))
-        # Returns the stored value, or an empty one: it waits for no rank.
+        # Returns the stored value, or an empty one, without a wait.
         said = [store.compare_set(f"{_KEY}/{rank}", "", "") for rank in range(first, first + here) if rank != mine]
         return _link(link, *map(min, zip(own, *(json.loads(rates) for rates in said if rates), strict=True)))
-    except Exception as error:  # noqa: BLE001 - a store that is gone, or of another kind, is no reason not to train
+    except Exception as error:  # noqa: BLE001 - a missing or unknown store must not stop training
         _log.debug("chameleon_mm: link rates were not compared among ranks: %s", error)
         return link
 
 
 def _link(otherwise: LinkCost, d2h_gbps: float, h2d_gbps: float, duplex_gbps: float) -> LinkCost:
-    """Return a link cost with measured rates. `duplex_gbps` may be noise: it is limited to what a link can have."""
+    """Return a link cost with measured rates. `duplex_gbps` may be noise, so it is limited to a possible value."""
     if not _is_rate(duplex_gbps):
         duplex_gbps = 0.0
     duplex_gbps = min(max(duplex_gbps, d2h_gbps, h2d_gbps), d2h_gbps + h2d_gbps)
@@ -108,13 +108,13 @@ def _is_rate(gbps: float) -> bool:
 
 
 def _rows(spans: Sequence[CopySpan]) -> Float64s:
-    """(n, 3) array of start, end and bytes, ordered by start."""
+    """Return an (n, 3) array of start, end and bytes, ordered by start."""
     rows = sorted((span.start_us, span.end_us, float(span.nbytes)) for span in spans)
     return np.array(rows, np.float64).reshape(-1, 3)
 
 
 def _alone_gbps(one: Float64s, other: Float64s, copy_us: float) -> float | None:
-    """Median rate of copies without overlap with `other`, each less its fixed cost `copy_us`. None: too few, or implausible."""
+    """Return the median rate of copies that do not overlap `other`, without `copy_us` each. None: too few, or implausible."""
     if len(one) == 0:
         return None
     alone = _shared_us(one, other) == 0
@@ -127,7 +127,7 @@ def _alone_gbps(one: Float64s, other: Float64s, copy_us: float) -> float | None:
 
 
 def _duplex_gbps(out: Float64s, back: Float64s) -> float | None:
-    """Bytes of both directions / time in which both were busy. Each copy's bytes are spread evenly over its time."""
+    """Return bytes of both directions / time in which both were busy. A copy's bytes are spread evenly over its time."""
     if len(out) == 0 or len(back) == 0:
         return None
     out_shared, back_shared = _shared_us(out, back), _shared_us(back, out)
@@ -142,13 +142,13 @@ def _duplex_gbps(out: Float64s, back: Float64s) -> float | None:
 
 
 def _shared_us(one: Float64s, other: Float64s) -> Float64s:
-    """(n,) time that each copy of `one` overlaps copies of `other`. Copies of one direction never overlap."""
+    """Return (n,): time that each copy of `one` overlaps copies of `other`. Copies of one direction never overlap."""
     if len(one) == 0 or len(other) == 0:
         return np.zeros(len(one))
     busy = np.concatenate([[0.0], np.cumsum(other[:, 1] - other[:, 0])])
 
     def busy_until(times: Float64s) -> Float64s:
-        """Time that `other` was busy before each of `times`."""
+        """Return the time that `other` was busy before each of `times`."""
         begun = np.searchsorted(other[:, 0], times, side="right")
         last = np.maximum(begun - 1, 0)
         over = np.clip(other[last, 1] - times, 0.0, None)

@@ -2,8 +2,8 @@
 
     adaptation = plan_steps(executor, ...)          # a `PlanFollower` is the executor's director from the next step on
 
-A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged. It then uses the default
-rule, and memory is checked as if there were no plan. A wrong plan costs time, never correctness or the budget.
+A step follows the cached step with which it agrees so far. If it agrees with no cached step, it has diverged. It then uses the
+default rule, and memory is checked as without a plan. A wrong plan costs time, never correctness or the budget.
 `swap/director.py` lists the methods and their order.
 """
 
@@ -39,25 +39,25 @@ from chameleon_mm.swap.recomputing import RecomputePlan
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
 
-# --- Difference in bytes between a step's allocation and that of the cached step that it follows
+# --- Difference in bytes between a step's allocation and the allocation of the cached step that it follows
 
 
 class StepMemory:
-    """Bytes that a step allocates beyond its trace, and bytes of the trace that it does not allocate."""
+    """Bytes that a step allocates in addition to its trace, and bytes of the trace that it does not allocate."""
 
     def __init__(self) -> None:
         self.at_first_hook = ExtraMemory()
-        """Memory allocated at the first hook beyond the planned step's."""
+        """Memory allocated at the first hook in addition to the planned step's."""
         self.spikes: dict[int, int] = {}
-        """Bytes allocated beyond the trace, by tick of the trace: those planned for, and those that exceed the plan."""
+        """Bytes allocated in addition to the trace, by tick of the trace: both planned and unplanned bytes."""
         self.unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
         self.exceeded_plan = False
         self.lacking_bytes, self.lacking_at = 0, -1
-        """Most bytes beyond the plan's at a check, if the plan had no room for them, and the tick of its hook."""
+        """Maximum bytes above the plan's at a check, if the plan had no room for them, and the tick of that hook."""
 
     def compare(self, wanted_bytes: int, hook: int, planned: PlannedStep, program: StepProgram, budget: Budget) -> None:
-        """Compare `wanted_bytes`, allocated at a check or at most until the next one, with what `program` has there."""
+        """Compare `wanted_bytes`, allocated at a check or at most until the next check, with the bytes of `program` there."""
         if wanted_bytes > max(budget.hbm_budget_bytes, program.plan.hbm_budget_bytes):
             beyond_bytes = wanted_bytes - planned.most_until_check(program, hook)
             if beyond_bytes > self.lacking_bytes:
@@ -66,8 +66,8 @@ class StepMemory:
     def differs(
         self, more_bytes: int, since: int, hook: int, planned: PlannedStep, program: StepProgram | None, budget: Budget
     ) -> bool:
-        """Note that `more_bytes` more (fewer if negative) were allocated between two hooks than `planned` has there. Additional
-        bytes are assumed to come at the interval's peak. Returns True if they exceed the room in the plan, `program`."""
+        """Note that `more_bytes` more (fewer if negative) were allocated between two hooks than in `planned`. Additional bytes
+        are assumed at the interval's peak. Returns True if they exceed the room in the plan, `program`."""
         if more_bytes < 0:
             self.unused[since, hook] = -more_bytes
             return False
@@ -88,7 +88,7 @@ class StepMemory:
             beyond_bytes = min(beyond_bytes, budget.peak_allocated_bytes() - int(allocated.max()))
         if beyond_bytes <= room_bytes:
             return False
-        # A step that took more than its trace may do so again.
+        # A step that took more than its trace may take more again.
         self.spikes[ticks.start + int(allocated.argmax()) if tick is None else tick] = spike_bytes + beyond_bytes
         self.exceeded_plan = True
         return True
@@ -100,8 +100,8 @@ _NONE = -1
 
 
 class PlanFollower(Director):
-    """Follow the plan of the cached step that the running one agrees with. `adaptation` names the expected step, makes plans,
-    and learns from finished steps."""
+    """Director that follows the plan of the cached step with which the running step agrees. `adaptation` names the expected
+    step, makes plans, and learns from finished steps."""
 
     plans = True  # the executor then calls it at every hook
 
@@ -110,7 +110,7 @@ class PlanFollower(Director):
         self.light: LightProfiler = LightProfiler()
         self._epoch = -1
         self._last_entry: StepEntry | None = None
-        """Cached step that the last one agreed with to its end."""
+        """Cached step with which the last step agreed to its end."""
         self._budget: Budget | None = None
         self._steps: Steps | None = None
         """Step cache; None between steps."""
@@ -163,19 +163,19 @@ class PlanFollower(Director):
         self.adaptation.change_budget(hbm_budget_bytes, host_budget_bytes, must_fit=must_fit)
 
     def _forget_step(self) -> None:
-        """Forget the step, and all references through it to the model. Nothing is followed until the next step."""
+        """Forget the step, and all references through it to the model. No plan is followed until the next step."""
         self.light.begin_step()
         self._steps = self._recorder = None
         self._entry: StepEntry | None = None
-        """Cached step that this one agrees with, or agreed with last."""
+        """Cached step with which this step agrees, or agreed last."""
         self._planned: PlannedStep | None = None
-        """The cached step's plans; None: it has none."""
+        """Plans of the cached step; None: it has no plans."""
         self._recorded_hooks = 0
         self._predicted: list[int] = []
-        """Fingerprints of the steps that were predicted for this one from its sizes."""
+        """Fingerprints of the steps that were predicted from this step's sizes."""
         self._diverged = False
         self._first_saves: dict[int, SavedStorage] = {}
-        """Storages of this step by the hook of their first save. Retired ones are included: they hold no device memory."""
+        """Storages of this step by the hook of their first save. Retired storages, without device memory, are included."""
         self.followed: PlanTrial | None = None
         """Trial whose plan this step follows or followed."""
         self.way: Way | None = None
@@ -184,7 +184,7 @@ class PlanFollower(Director):
         """Bytes allocated at the first hook."""
         self._memory = StepMemory()
         self._checked_at, self._growth_bytes = _NONE, 0
-        """Hook of the last check of memory that every step like this one makes, under any plan, and the growth since then."""
+        """Hook of the latest check of memory that every step like this one makes, under any plan, and the growth since then."""
         self._had_plan = False
         if self._budget is not None:
             self._budget.expect(self._budget.headroom.need)
@@ -193,7 +193,7 @@ class PlanFollower(Director):
     # --- the hooks
 
     def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
-        if self._steps is None:  # between steps, hook numbers would never be reset
+        if self._steps is None:  # outside of steps, where hook numbers would never be reset
             return NO_HOOK
         hook = self.light.num_hooks
         first = False
@@ -257,8 +257,8 @@ class PlanFollower(Director):
     # --- position in the cached step
 
     def _locate(self, hook: int, *, expected: bool) -> None:
-        """Check whether this hook is the cached step's, and move the plan on to it. `expected`: its feature is the one that the
-        followed step has here."""
+        """Check whether this hook agrees with the cached step, and advance the plan to it. `expected`: the hook's feature
+        equals that of the followed step."""
         assert self._steps is not None and self._budget is not None
         if not self._diverged and (not expected or hook == 0 or self._recorder is not None):
             self._follow_or_diverge(self._steps, self._budget, hook)
@@ -279,7 +279,7 @@ class PlanFollower(Director):
                 self._compare_memory(budget)
             self._may_recompute = self._may_recompute and any(map(recomputes, steps.agreeing()))
             if self._recorder is not None and not any(map(self.adaptation.wants_trace, steps.agreeing())):
-                self._recorder.stop()  # no step that it may still be needs a trace
+                self._recorder.stop()  # no step that this may still be needs a trace
                 self._recorder, self._recorded_hooks = None, hook + 1
         else:
             self._diverge(budget)
@@ -289,7 +289,7 @@ class PlanFollower(Director):
         budget.expect(budget.headroom.most)
 
     def _predict(self, steps: Steps, hook: int) -> bool:
-        """Follow a step predicted from recorded ones, the same except for sizes. Returns False if there is no prediction."""
+        """Follow a step predicted from recorded steps that differ only in sizes. Returns False if there is no prediction."""
         if len(self._predicted) >= MOST_VARIABLES:  # at most one prediction per variable size
             return False
         predicted = self.adaptation.predict(self.light.beginning)
@@ -305,13 +305,13 @@ class PlanFollower(Director):
             return
         plans, extra = self._planned.trials, self._planned.extra_at(self._first_bytes, asks=self.light.latest().last_used < 0)
         if not self.adaptation.has_room(self._planned, extra):
-            self._diverge(budget)  # the default rule has this step
+            self._diverge(budget)  # the default rule applies to this step
         elif self._planned.trials is not plans:
             self._follow(self._entry, budget)
         self._memory.at_first_hook = extra
 
     def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
-        """Note growth. `at_hook`: compare growth since the last comparison with the cached step's. `hook`: None is the
+        """Note growth. `at_hook`: compare the growth since the last comparison with that of the cached step. `hook` None:
         latest."""
         self._growth_bytes += nbytes
         hook = self.light.num_hooks - 1 if hook is None else hook
@@ -330,22 +330,22 @@ class PlanFollower(Director):
         more_bytes = growth_bytes - until[hook] + (until[since] if since >= 0 else 0)
         program = None if way is None else way.program
         if more_bytes and self._memory.differs(more_bytes, since, hook, planned, program, budget):
-            budget.expect(budget.headroom.most)  # for the rest of the step the plan's forecast is too low
+            budget.expect(budget.headroom.most)  # the plan's forecast is too low for the rest of the step
         if self.way is not None:
             self.way.margin_bytes = planned.margin_bytes  # a step with open sizes may have widened it
 
     def _extra_memory(self, *, completed: bool) -> ExtraMemory:
-        """Memory that the step took beyond its trace. Tells of what its plan had no room for, if it `completed`."""
+        """Return the step's memory in addition to its trace. If it `completed`, warn about bytes above its plan."""
         memory, planned, budget, way = self._memory, self._planned, self._budget, self.way
         extra = replace(memory.at_first_hook, spikes=memory.spikes)
-        proves = self.recompute is not None and not self.recompute.is_typical  # then it keeps what the plan drops
+        proves = self.recompute is not None and not self.recompute.is_typical  # such a step keeps storages that the plan drops
         if not completed or planned is None or budget is None or way is None or self._diverged or proves:
             return extra
         lacking_bytes, peak_bytes, plan = memory.lacking_bytes, budget.peak_watch.peak().at_least_bytes, way.program.plan
         passed = peak_bytes > max(budget.hbm_budget_bytes, plan.hbm_budget_bytes)
         if passed and budget.way is way:
             lacking_bytes = max(lacking_bytes, peak_bytes - plan.peak_bytes)
-        if passed or memory.exceeded_plan:  # else there was room to be made
+        if passed or memory.exceeded_plan:  # else there was room
             place = str(place_at(planned.trace, memory.lacking_at))
             self.adaptation.tell_lack(max(lacking_bytes, *memory.spikes.values(), 0), f" in {place}" if place else "")
         if lacking_bytes:
@@ -361,7 +361,7 @@ class PlanFollower(Director):
         self._checked_at, self._growth_bytes = checked_at, nbytes
 
     def _follow(self, entry: StepEntry | None, budget: Budget) -> None:
-        """Follow `entry`, with which the step's hooks agree so far, from now on."""
+        """Follow `entry` from now on, with which the step's hooks agree so far."""
         self._entry = entry
         if entry is not None:
             self.adaptation.plan_entry(entry)
@@ -373,7 +373,7 @@ class PlanFollower(Director):
             self.way = Way(self.followed.program, self._epoch, margin_bytes=planned.margin_bytes, first_saves=self._first_saves)
             self.way.staying = planned.staying
         self._memory = StepMemory()
-        # The latest hook is already counted. Rows that were due before it run late.
+        # The latest hook is already counted. Rows due before it run late.
         missed = self.way is not None and self.way.program.first_due < self.light.num_hooks - 1
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self.way is not None and not missed and untouched:
@@ -381,7 +381,7 @@ class PlanFollower(Director):
         elif planned is not None and self._predicted:  # with sizes that no earlier step had
             budget.expect(lambda checks: planned.growth_after(self.light.num_hooks - 1, checks))
         elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
-            budget.expect(budget.headroom.most)  # it may be unlike any earlier step
+            budget.expect(budget.headroom.most)  # the step may be unlike any earlier step
         else:  # no plan fits the budget, and the previous step was the same cached step
             budget.expect(budget.headroom.need)
         for hook, saved in self._first_saves.items():
@@ -389,13 +389,13 @@ class PlanFollower(Director):
 
     @staticmethod
     def _number(saved: SavedStorage, hook: int, way: Way | None) -> None:
-        """Assign `saved`, first saved at `hook`, its number in the plan of `way`."""
+        """Set the number of `saved`, first saved at `hook`, in the plan of `way`."""
         saved.number = None
         if way is not None and (number := way.program.number_at(hook)) is not None:
             way.number(saved, number)
 
     def _compare_size(self, saved: SavedStorage, hook: int) -> None:
-        """Give up the prediction, now and for later steps like this one, if it has another size for `saved`."""
+        """If the prediction has another size for `saved`, discard it, for this step and later steps like it."""
         planned = self._planned
         structure = None if planned is None else planned.predicted_by
         if planned is None or structure is None or structure.has_open_sizes or self._budget is None or self._steps is None:
@@ -421,9 +421,9 @@ def plan_steps(
 ) -> Adaptation:
     """Record, plan and follow the steps of `executor`, which has a budget, from the next step on.
 
-    `model`: its parameters and buffers give the kinds of recorded storages. `link_cost`: cost of the link until copies are
-    timed. `replayable`: base names of operators that may run again. `is_hidden(storage)`: True if its memory is not part of a
-    plan.
+    `model`: its parameters and buffers determine the kinds of recorded storages. `link_cost`: cost of the link until copies are
+    timed. `replayable`: base names of operators that may run again. `is_hidden(storage)`: True if the storage's memory is not
+    part of plans.
     """
     import_dynamo()  # now: the first step's recorder would import it anyway
     me, metrics, names = weakref.ref(executor), executor.metrics, executor.names  # weak: the executor holds its director

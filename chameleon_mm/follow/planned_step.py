@@ -1,12 +1,12 @@
 """Step with a trace and plans: times of the steps under each plan, and the choice of the plan to follow.
 
 planned = PlannedStep(record, trace)
-planned.add_plans(plans, link)       # plans close in simulated time: each is tried, the fastest is kept
+planned.add_plans(plans, link)       # plans with close simulated times: each is tried, the fastest is kept
 planned.current                      # plan that a step follows now; None: no plan fits the budget
-planned.add_time(trial, time)        # after a step that followed it, hook for hook
-planned.slowdown                     # measured operator time / the trace's; 1: the trace is right, or nothing was measured
-planned.reset_for(need)      # a step like it took more memory, or the latest took less
-planned.learn_inner_memory(unused, 1 << 20)    # the latest steps held less inside operators than the recorded one
+planned.add_time(trial, time)        # after a step that followed the trial's plan at each hook
+planned.slowdown                     # measured operator time / the trace's; 1: the trace is right, or not measured yet
+planned.reset_for(need)      # after a step like it took more memory, or the latest steps took less
+planned.learn_inner_memory(unused, 1 << 20)    # after the latest steps held less memory inside operators
 """
 
 from __future__ import annotations
@@ -46,44 +46,44 @@ from chameleon_mm.swap.recipe import Refusal
 from chameleon_mm.swap.recomputing import RecomputePlan
 from chameleon_mm.units import allocated_size
 
-# --- Plan on trial: its predictions, and the measured times of the steps that followed it
+# --- Plan on trial: its predictions, and the measured times of steps that followed it
 
 
 class PlanTrial:
-    """A compiled plan, and the times of the steps that followed it. `program_waits_us`: simulated waits of the program's own
-    copies, which count as operator time when measured."""
+    """Compiled plan, and the times of the steps that followed it. `program_waits_us`: simulated waits of the program's own
+    copies. Measurements count these waits as operator time."""
 
     __slots__ = ("busy_us", "program", "program_waits_us", "recompute", "time", "times_us")
 
     def __init__(self, program: StepProgram, recompute: RecomputePlan | None, program_waits_us: float = 0.0) -> None:
         self.program = program
         self.recompute = recompute
-        """The plan's recomputations, for the executor; None: nothing is recomputed."""
+        """Recomputation part of the plan, for the executor; None: nothing is recomputed."""
         self.program_waits_us = program_waits_us
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
         """Time of each of these steps without compute's waits for copies."""
         self.time: StepTime | None = None
-        """Times of the latest step."""
+        """Times of the latest step that followed the plan; None: no step has."""
 
     @property
     def step_us(self) -> float:
-        """Median of the measured step times, or the plan's prediction if there are none."""
+        """Return the median of the measured step times, or the plan's prediction without measurements."""
         return median(self.times_us) if self.times_us else self.program.plan.step_us
 
 
 # --- planned step
 
 SAMPLES = 2
-"""Number of steps under a plan before it is judged: a single time may be an outlier."""
+"""Number of steps under a plan before the plan is judged: a single time may be an outlier."""
 
 LATE = 0.01
-"""Share of the predicted time by which a step must take longer to count as late. It is half the difference in simulated time
+"""Share of the predicted time by which a step must exceed it to count as late. It is half of the difference in simulated time
 that plans on trial may have."""
 
 LINK_OFF = 0.1
-"""Relative change of a measured link rate above which new plans are made, if the rate rose or steps are late. A plan made for
-half of the rate takes some percent longer than necessary (docs/policy.md)."""
+"""Relative change of a measured link rate above which new plans are made, if the rate rose or steps are late. A plan for half
+of the rate takes some percent longer than necessary (docs/policy.md)."""
 
 
 class PlannedStep:
@@ -97,21 +97,21 @@ class PlannedStep:
         self.admitted = admitted
         self.banned = set() if banned is None else banned
         self.proven: set[int] = set()
-        """Numbers of the storages whose recomputed bits were compared with the original's and equal."""
+        """Numbers of the storages whose recomputed bits were equal to the original's in a comparison."""
         self.refused: dict[int, Refusal] = {}
         """Reasons why storages cannot be recomputed, by the storage's number."""
         self.staying = saved_where(trace, lambda place: place.keep)
-        """Numbers of the storages that modules of `keep` save, among others: they stay on the device."""
+        """Numbers of the storages that a module named in `keep` saves. They stay on the device."""
         self.link: LinkCost | None = None
-        """Link that the latest plans were made for."""
+        """Link for which the latest plans were made."""
         self._planned_without = 0
-        """Number of refused storages when plans were last made."""
+        """Number of refused storages when the latest plans were made."""
         self.margin_bytes = 0
-        """Bytes that plans and forecasts leave free because sizes of the step are open."""
+        """Bytes that plans and forecasts keep free, because sizes of the step are open."""
         self.predicted_by: Structure | None = None
-        """Structure that its trace was predicted from; None: the trace was recorded."""
+        """Structure from which the trace was predicted; None: the trace was recorded."""
         self.trained: Sequence[weakref.ref[Tensor]] = ()
-        """Parameters whose gradients the recorded step made and left: `gradient_bytes` of device memory."""
+        """Parameters whose gradients the recorded step made and kept: `gradient_bytes` of device memory."""
         self.gradient_bytes = outliving_bytes(trace, {TensorKind.GRADIENT})
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
@@ -123,23 +123,23 @@ class PlannedStep:
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
         self.times_corrected = 0
         self.link_plans, self._since_plans = 0, 0
-        """Times that plans were made because the link changed, and number of timed steps since plans were made."""
+        """Number of times that plans were made because the link changed, and number of timed steps since the latest plans."""
         self.recent_extra: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
-        """Memory that each of the latest steps took beyond the trace."""
+        """Memory that each of the latest steps took in addition to the trace."""
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
         self._same_unused = 0
-        """Number of latest steps in a row whose `unused` equals that of the previous step."""
+        """Number of latest consecutive steps whose `unused` equals that of the previous step."""
         self.usual = self
-        """Planned step for ordinary steps: this object, or the one that `odd` was copied from. Note [Odd steps]."""
+        """Planned step for ordinary steps: this object, or the object from which `odd` was copied. Note [Odd steps]."""
         self.odd: PlannedStep | None = None
-        """Step like this one, with the plans for the odd ones; None: no odd step was repeated."""
+        """Copy of this step with plans for odd steps; None: no odd step was repeated."""
         self.odd_is_due = False
         self._since_odd, self._odd_every = 0, -1
-        """Steps since the latest odd one, and from the odd one before to that one. -1: no step was odd; 0: one was."""
+        """Number of steps since the latest odd step, and between the latest two. -1: no step was odd; 0: one was."""
         self.reset_for(ExtraMemory())
 
     def reset_for(self, extra: ExtraMemory) -> None:
-        """Plan from now on for a step that takes `extra` memory beyond the recorded memory. Forgets earlier plans."""
+        """Plan from now on for a step that takes `extra` memory in addition to the recorded memory. Forgets earlier plans."""
         self.extra = extra
         self.trace = with_staying(self.without_pins(), self.staying)
         self._curve: Int64s | None = None
@@ -147,27 +147,27 @@ class PlannedStep:
         self.forget_plans()
 
     def without_pins(self) -> Trace:
-        """Return `trace` as if `keep` named no module."""
+        """Return `trace` as it is without `keep`."""
         return with_extra(self.extra.added_to(self._recorded), self.margin_bytes)
 
     def forget_plans(self) -> None:
         """Forget the plans, because the budgets or the trace changed."""
-        self._same_unused = 0  # other budgets leave another number of spare bytes
+        self._same_unused = 0  # the number of spare bytes depends on the budgets
         self.trials: list[PlanTrial] = []
         self._since_plans = 0
         self.unpinned_us: float | None = None
-        """Predicted time of the step with no pins; None until somebody asks."""
+        """Predicted time of the step without pins; None until it is first needed."""
 
     def correct_times(self) -> None:
-        """Scale the trace's operator times to the measured ones. Forgets earlier plans."""
+        """Scale the trace's operator times to the measured times. Forgets earlier plans."""
         self.times_corrected += 1
         self._recorded = with_times(self._recorded, self.slowdown)
         self.reset_for(self.extra)
 
-    # --- what may be recomputed
+    # --- recomputation
 
     def has_new_refusals(self) -> bool:
-        """True if a plan recomputes something and storages were refused since plans were made. Then forgets the plans."""
+        """True if a plan recomputes a storage, and storages were refused since the plans were made. Then forgets the plans."""
         known, self._planned_without = self._planned_without, len(self.refused)
         if known == self._planned_without:
             return False
@@ -180,14 +180,14 @@ class PlannedStep:
 
     @property
     def current(self) -> PlanTrial | None:
-        """First plan with too few measured steps, else the fastest. None: no plan fits the budget; the default rule applies."""
+        """First plan with too few measured steps, else the fastest plan. None: no plan fits the budget, so the rule applies."""
         on_trial = [trial for trial in self.trials if len(trial.times_us) < SAMPLES]
         if on_trial and len(self.trials) > 1:
             return on_trial[0]
         return min(self.trials, key=lambda trial: trial.step_us, default=None)
 
     def bytes_by_class(self) -> dict[str, int]:
-        """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty without a plan."""
+        """Return the bytes that the current plan keeps, swaps, recomputes and holds; empty without a plan."""
         if self.current is None:
             return {}
         plan = self.current.program.plan
@@ -201,7 +201,7 @@ class PlannedStep:
 
     @property
     def is_decided(self) -> bool:
-        """True if no plan is on trial any more."""
+        """True if no plan is on trial."""
         return len(self.trials) < 2 or all(len(trial.times_us) >= SAMPLES for trial in self.trials)
 
     def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
@@ -231,7 +231,7 @@ class PlannedStep:
         )
 
     def add_time(self, trial: PlanTrial, time: StepTime) -> None:
-        """Add the time of a step that followed `trial`, one of `trials`, hook for hook."""
+        """Add the time of a step that followed `trial`, one of `trials`, at each hook."""
         for times, us in ((trial.times_us, time.step_us), (trial.busy_us, time.busy_us)):
             times.append(us)
             del times[:-SAMPLES]
@@ -240,16 +240,16 @@ class PlannedStep:
 
     @property
     def chooses_by_link(self) -> bool:
-        """True if the link decides what plans recompute, no plan is on trial, and the kept one has copies."""
+        """True if plans may recompute (the link's rates then matter), no plan is on trial, and the kept plan has copies."""
         has_copies = self.current is not None and bool(self.current.program.plan.actions)
         return bool(self.admitted) and self.is_decided and has_copies
 
     def is_for_another_link(self, link: LinkCost) -> bool:
-        """True if a rate of `link` differs by more than `LINK_OFF` from that of the link that plans were made for. Another
-        choice of storages to swap and to recompute may then be better.
+        """True if a rate of `link` differs by more than `LINK_OFF` from the link for which plans were made. Another choice of
+        storages to swap and to recompute may then be better.
 
-        A slower link counts only if steps take longer than predicted, as plans count on less than the link. Each time twice as
-        many steps have to pass: planning for a link that comes and goes costs ever less than the steps between.
+        A slower link counts only if steps take longer than predicted, because plans assume less than the link's rates. Each
+        time, twice as many steps must pass, so that planning for a varying link costs less and less.
         """
         made_for, current = self.link, self._measured
         if made_for is None or current is None or self._since_plans < 1 << self.link_plans:
@@ -260,12 +260,12 @@ class PlannedStep:
 
     @property
     def slowdown(self) -> float:
-        """Measured operator time / the trace's operator time; 1 until the kept plan was measured enough."""
+        """Return measured operator time / the trace's operator time; 1 until the kept plan has enough measurements."""
         current = self._measured
         return 1.0 if current is None else self.slowdown_under(current)
 
     def slowdown_under(self, trial: PlanTrial) -> float:
-        """Slowdown in the steps that followed `trial`, which was measured."""
+        """Return the slowdown in the steps that followed `trial`, which has measurements."""
         plan, predicted_us = trial.program.plan, self.trace.duration_us
         copies_us = plan.head_copy_us(predicted_us)  # not operator time
         took_us = median(trial.busy_us) - copies_us - trial.program_waits_us
@@ -274,21 +274,21 @@ class PlannedStep:
 
     @property
     def _measured(self) -> PlanTrial | None:
-        """Kept plan once it was measured enough, else None."""
+        """Return the kept plan if it has enough measurements, else None."""
         current = self.current
         return current if current is not None and self.is_decided and len(current.times_us) >= SAMPLES else None
 
     # --- memory that hooks do not see
 
     def extra_at(self, first_bytes: int, *, asks: bool) -> ExtraMemory:
-        """Extra memory of a step that has `first_bytes` allocated at its first hook. `asks`: no backward has run in it yet."""
+        """Return the extra memory of a step with `first_bytes` allocated at its first hook. `asks`: no backward has run yet."""
         more_bytes, made = first_bytes - self.first_hook_bytes, [ref() for ref in self.trained]
         keeps = asks and bool(made) and all(parameter is not None and parameter.grad is not None for parameter in made)
         return ExtraMemory(extra_bytes=max(0, more_bytes - keeps * self.gradient_bytes), keeps_gradients=keeps)
 
     def growth_after(self, hook: int, checks: int) -> int:
-        """Maximum growth of allocation in bytes from `hook` until `checks` checks of memory after the next one, if nothing
-        moves. `hook` -1: from the step's beginning. Memory is checked at saves and uses of storages that may move."""
+        """Return the maximum growth of allocation in bytes, without swaps, from `hook` until `checks` checks of memory after
+        the next check. `hook` -1: the step's beginning. Memory is checked at saves and uses of storages that may move."""
         if self._curve is None:
             self._curve = memory_curve(self.trace)
         begin = self._by_hook[hook] if hook >= 0 else 0
@@ -298,39 +298,39 @@ class PlannedStep:
         return int(self._curve[begin : end + 1].max(initial=before) - before) + self.margin_bytes
 
     def widen_margin(self, more_bytes: int) -> None:
-        """Note that a step allocated `more_bytes` more between two hooks than its trace has. If sizes are open, they may grow
-        further, so more is left free from now on."""
+        """Note that a step allocated `more_bytes` more between two hooks than its trace. If sizes are open, they may grow
+        further, so more bytes are kept free from now on."""
         if self.predicted_by is not None and self.predicted_by.has_open_sizes:
             self.margin_bytes = max(self.margin_bytes, self.predicted_by.note_growth(more_bytes))
 
     def most_until_check(self, program: StepProgram, hook: int) -> int:
-        """Most bytes that `program`, a plan of this step, has allocated from `hook` until the next check of memory."""
+        """Return the maximum bytes that `program`, a plan of this step, has allocated from `hook` until the next check."""
         later = next((later for later in range(hook + 1, len(program.rows) - 1) if program.rows[later].is_checked), -1)
         return int(program.allocated_bytes[self._by_hook[hook] : self._by_hook[later] + 1].max(initial=0))
 
     def ticks_between(self, hook: int, later: int) -> slice:
-        """Ticks of the operators between two hooks, or the first hook's own tick if there are none. -1 is the step's beginning;
-        one past the last hook is its end."""
+        """Return the ticks of the operators between two hooks, or the first hook's own tick if there are none. `hook` -1: the
+        step's beginning. `later`: the number of hooks is the step's end."""
         begin, end = self._by_hook[hook] + 1 if hook >= 0 else 0, self._by_hook[later]
         return slice(begin, end) if begin < end else slice(max(0, end - 1), max(1, end))
 
     def note_extra(self, extra: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
-        """Note the extra memory of a step like this one. Returns the room for that of the latest steps, to plan for, if it is
-        below the planned extra memory by more than `spare_bytes`."""
+        """Note the extra memory of a step like this one. If the latest steps need less than the planned extra memory by more
+        than `spare_bytes`, return the extra memory to plan for; else None."""
         self.recent_extra.append(extra)
         if len(self.recent_extra) < RECENT_STEPS or not self.extra.exceeds(ExtraMemory(), spare_bytes):
             return None
         room = ExtraMemory.room_for(self.recent_extra, spare_bytes)
         return room if self.extra.exceeds(room, spare_bytes) else None
 
-    # Note [Odd steps]: a step that takes more memory than its plan has room for is an outlier, and the plan stays. After the
-    # second one, or one that directly follows the recorded step, plans have room for it for `RECENT_STEPS`, if there are any:
-    # for the most, and as much more as odd steps differ. The next odd step is expected after the same interval. If plans can be
-    # made for it, it follows them (`odd`). Example: a metric in every tenth step.
+    # Note [Odd steps]: a step that takes more memory than its plan provides is odd. After the first odd step the plan stays.
+    # After the second, or after one that directly follows the recorded step, plans provide for it for `RECENT_STEPS` steps, if
+    # possible: for the maximum, plus the difference among odd steps. The next odd step is expected after the same interval. If
+    # plans can be made for it, it follows them (`odd`). Example: a metric in every tenth step.
 
     @property
     def is_first_use(self) -> bool:
-        """True if the latest step is the first like this one: the recorded one may be the outlier."""
+        """True if the latest step is the first like this one after the recording. Then the recorded step may be the outlier."""
         return len(self.recent_extra) == 1
 
     def note_odd(self, *, is_odd: bool) -> bool:
@@ -349,12 +349,12 @@ class PlannedStep:
         return odd
 
     def learn_inner_memory(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
-        """Note bytes that a step like this one, unlike the recorded one, did not allocate between two hooks. The most that the
-        latest steps allocated there limits an operator's inner memory. More was the recorded step's alone, as when it tried out
+        """Note bytes that a step like this one did not allocate between two hooks, although the recorded step did. The maximum
+        over the latest steps limits an operator's internal memory. Only the recorded step needed more, for example to try out
         kernels. Returns True if the difference exceeds `spare_bytes`. Then corrects the trace and forgets its plans."""
         self._same_unused = self._same_unused + 1 if self._unused and self._unused[-1] == unused else 0
         self._unused.append(unused)
-        # The same as in all the latest steps: the earlier result holds.
+        # Equal to all the latest steps: the earlier result still applies.
         if len(self._unused) < RECENT_STEPS or self._same_unused > RECENT_STEPS:
             return False
         recorded, until = self._recorded, self.allocated_until
@@ -375,7 +375,7 @@ class PlannedStep:
         return True
 
     def recorded_more(self, spare_bytes: int) -> bool:
-        """True if the recorded step was odd: it allocated more between two hooks than both of the latest steps."""
+        """True if the recorded step was odd: it allocated more between two hooks than each of the latest two steps."""
         if self.predicted_by is not None or len(self._unused) < 2:
             return False
         before, latest = self._unused[-2], self._unused[-1]
@@ -391,8 +391,8 @@ class PlannedStep:
 
 
 def _program_waits_us(trace: Trace, plan: SwapPlan, link: LinkCost) -> float:
-    """Simulated waits of the program's own copies."""
+    """Return the simulated waits of the program's own copies."""
     try:
         return simulate(trace, plan, link).program_waits_us
-    except ValueError:  # a plan that cannot run has no prediction: it costs time, never a step
+    except ValueError:  # an impossible plan has no prediction; it costs only time
         return 0.0

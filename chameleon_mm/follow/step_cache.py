@@ -1,17 +1,17 @@
-"""Cache of earlier steps, each with its plan. It finds the one that the running step agrees with so far.
+"""Cache of earlier steps, each with its plan. It finds a cached step with which the running step agrees so far.
 
     cache = StepCache(capacity=16)
-    cache.begin_step()             # a guess: the step that followed the latest steps before
-    cache.follow(hook, feature)    # at each hook, or only where the step leaves `cache.current`. True: `cache.current`, the
-                                   # same or another one, agrees. False: none does
-    cache.end_step(record)         # the entry that it equals, hook by hook; None: it is new
+    cache.begin_step()             # guesses: the step that followed the latest steps earlier
+    cache.follow(hook, feature)    # at each hook, or only where the step differs from `cache.current`. True: `cache.current`,
+                                   # the same or another step, agrees. False: none agrees
+    cache.end_step(record)         # the entry that equals the step at every hook; None: the step is new
     cache.put(record, plan)        # a full cache evicts the least recently used entry
 
     A  f f f g h      A and B have 3 hooks in common: a step that follows A and diverges from it at hook 3 may be B,
     B  f f f x y      but no step that differs from A earlier
 
-Features are compared one by one and by value, so hash collisions cannot confuse steps. A caller that knows a hook to be that of
-`cache.current`, as the light profiler does, need not call `follow`.
+Features are compared one by one and by value, so hash collisions cannot confuse steps. A caller that knows that a hook agrees
+with `cache.current`, such as the light profiler, need not call `follow`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chameleon_mm.record.light_profiler import StepRecord
 _Plan = TypeVar("_Plan")
 
 CONTEXTS_PER_STEP = 4
-"""Learned successions per step of the capacity: contexts of one step and of two, ended runs, some outdated ones."""
+"""Maximum number of learned contexts per cached step: contexts of one and of two steps, ended runs, some outdated ones."""
 
 _SHORTEST_RUN = 3
 
@@ -42,9 +42,9 @@ class CachedStep(Generic[_Plan]):
     record: StepRecord
     plan: _Plan
     common: dict[int, int] = field(default_factory=dict, repr=False)
-    """Number of leading hooks in common with each other cached step, by its fingerprint."""
+    """Number of leading hooks in common with each other cached step, by that step's fingerprint."""
     repeats: bool = False
-    """True if it came more than once. One that did not is expected only if there is no other: it may be an outlier."""
+    """True if the step was repeated. A step that was not is expected only if there is no other: it may be an outlier."""
 
     @property
     def fingerprint(self) -> int:
@@ -54,8 +54,8 @@ class CachedStep(Generic[_Plan]):
 class StepCache(Generic[_Plan]):
     """Cache of the most recently used `capacity` steps. Not thread-safe. Raises `ValueError` for a capacity below 1.
 
-    A call of `follow` costs one comparison, or one per cached step where the step leaves the one that it followed. `put`
-    compares the new step with all.
+    A call of `follow` costs one comparison, or one per cached step where the step differs from the step that it followed. `put`
+    compares the new step with all cached steps.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -63,21 +63,21 @@ class StepCache(Generic[_Plan]):
             raise ValueError(f"StepCache: expected a capacity of 1 or more, got {capacity}; without a plan there is no need")
         self.capacity = capacity
         self._entries: OrderedDict[int, CachedStep[_Plan]] = OrderedDict()
-        """Cached steps by fingerprint, the least recently used first."""
+        """Cached steps by fingerprint, least recently used first."""
         self._followed_by: dict[_Context, tuple[int, bool]] = {}
-        """Step that followed the last two steps, or the last one, and True if it did the last time. The oldest first."""
+        """By the last two steps or the last step: the step that followed, and True if it did so the last time. Oldest first."""
         self._runs_ended: dict[_Context, tuple[int, bool]] = {}
-        """Step that followed a number of repetitions of the last step, as above. Example: an evaluation every n steps."""
+        """By a number of repetitions of the last step: the step that followed, as above. Example: evaluation every n steps."""
         self._before: _Context = ()
         self._run = 0
-        """Number of times in a row that the last step came."""
+        """Number of consecutive repetitions of the last step."""
         self.current: CachedStep[_Plan] | None = None
-        """Cached step that the running one agrees with. After a divergence: the last one that it agreed with."""
+        """Cached step with which the running step agrees. After a divergence: the step with which it agreed last."""
         self._agreed = 0
         self._diverged = False
 
     def put(self, record: StepRecord, plan: _Plan) -> None:
-        """Store `plan` for steps like `record`, in place of an earlier one for them."""
+        """Store `plan` for steps like `record`, replacing an earlier plan."""
         fingerprint = record.fingerprint
         repeats = fingerprint in self._entries
         self.forget(fingerprint)
@@ -91,17 +91,17 @@ class StepCache(Generic[_Plan]):
     # --- while a step runs
 
     def begin_step(self) -> CachedStep[_Plan] | None:
-        """Begin a step. Returns the cached step that it is expected to be, None if the cache is empty."""
+        """Begin a step. Returns the expected cached step, or None if the cache is empty."""
         self._agreed = 0
         self._diverged = False
         self.current = self._expected()
         return self.current
 
     def follow(self, hook: int, feature: Hashable) -> bool:
-        """Note that hook number `hook` has this feature. Returns False from the first hook on with which no cached step agrees.
+        """Note that hook number `hook` has this feature. Returns False from the first hook on at which no cached step agrees.
 
-        Hooks between two calls are taken to agree with `current`. After True, `current` agrees up to this hook. It is another
-        step than before if that one does not agree.
+        Hooks between two calls count as agreeing with `current`. After True, `current` agrees up to this hook; it may have
+        changed to another step.
         """
         current = self.current
         if current is None or self._diverged:
@@ -129,7 +129,7 @@ class StepCache(Generic[_Plan]):
         self._diverged = False
 
     def entries(self) -> tuple[CachedStep[_Plan], ...]:
-        """All cached steps, the least recently used first."""
+        """Return all cached steps, least recently used first."""
         return tuple(self._entries.values())
 
     def agreeing(self) -> Iterator[CachedStep[_Plan]]:
@@ -143,9 +143,9 @@ class StepCache(Generic[_Plan]):
                 yield other
 
     def end_step(self, record: StepRecord) -> CachedStep[_Plan] | None:
-        """End the step, of which `record` is the record. Returns the cached step that it equals to the last hook, or None.
+        """End the step with this `record`. Returns the cached step that equals it up to the last hook, or None.
 
-        Not every hook of the step need have been passed to `follow`.
+        `follow` need not have been called for every hook.
         """
         entry = self._entries.get(record.fingerprint)
         if entry is not None and entry.record.features != record.features:
@@ -161,7 +161,7 @@ class StepCache(Generic[_Plan]):
         self.current, self._diverged = None, False
         self._before, self._run = (), 0
 
-    # --- order of steps, learned
+    # --- learned order of steps
 
     def _expected(self) -> CachedStep[_Plan] | None:
         run_ended = self._runs_ended.get(self._run_so_far)
@@ -177,7 +177,7 @@ class StepCache(Generic[_Plan]):
 
     def _learn(self, fingerprint: int) -> None:
         goes_on = self._before[-1:] == (fingerprint,)
-        # Contexts of two steps cover shorter runs. A run that goes on is noted only if one as long ended before.
+        # Contexts of two steps cover shorter runs. A running run is noted only if a run of this length ended before.
         if self._run >= _SHORTEST_RUN and (not goes_on or self._run_so_far in self._runs_ended):
             self._note(self._runs_ended, self._run_so_far, fingerprint, sure=False)
         for context in _contexts(self._before):
@@ -186,10 +186,10 @@ class StepCache(Generic[_Plan]):
         self._before = (*self._before, fingerprint)[-2:]
 
     def _note(self, followed_by: dict[_Context, tuple[int, bool]], context: _Context, fingerprint: int, *, sure: bool) -> None:
-        """Note that `fingerprint` followed `context`. `sure`: True if one observation is enough."""
+        """Note that step `fingerprint` followed `context`. `sure`: one observation is enough."""
         if context not in followed_by:
             followed_by[context] = (fingerprint, sure)
-        else:  # like a processor's branch predictor: a prediction must fail twice. One evaluation step changes nothing
+        else:  # a prediction must fail twice, as in a branch predictor: one evaluation step changes nothing
             follower, sure = followed_by.pop(context)
             holds = follower == fingerprint
             followed_by[context] = (follower, holds) if holds or sure else (fingerprint, False)
@@ -204,11 +204,11 @@ class StepCache(Generic[_Plan]):
 
 
 def _contexts(before: _Context) -> list[_Context]:
-    """Contexts that predict the next step: the last two steps, then the last one alone."""
+    """Return the contexts that predict the next step: the last two steps, then only the last step."""
     return [before[start:] for start in range(len(before))]
 
 
 def _common(one: StepRecord, other: StepRecord) -> int:
-    """Number of leading hooks that two steps have in common."""
+    """Return the number of leading hooks that two steps have in common."""
     different = compress(count(), map(ne, one.features, other.features))
     return next(different, min(one.num_hooks, other.num_hooks))

@@ -1,15 +1,15 @@
-"""Structures of steps: steps that differ only in sizes have one structure. Two recorded steps of it predict the others.
+"""Structures of steps. Steps that differ only in sizes have the same structure: two recorded steps predict the others.
 
     structure = structures.note(record, trace)       # after a recorded step
     structures.of(record)                            # structure of a step; None: no step of it was recorded
-    structure.predict(features)                      # record of the step that begins like this, with sizes computed from these
-    structure.trace_of(record)                       # the trace that a recorder would have made of it
+    structure.predict(features)                      # record of the step that begins with `features`; sizes are computed
+    structure.trace_of(record)                       # the trace that a recorder would make of that step
 
-A new sequence length needs no recording: shapes, storage bytes and operator times are computed from those of two recorded
-steps. A storage below `min_bytes` never moves, so fewer storages may move in a short step than in a long one.
+A new sequence length needs no recording: shapes, storage bytes and operator times are computed from two recorded steps. A
+storage below `min_bytes` never moves, so fewer storages may move in a short step than in a long step.
 
-If many sizes change and the step's beginning does not determine them, they are open: for example, the number of tokens per
-expert. A step agrees with any value of an open size, and is planned for the largest recorded one.
+If many sizes change and the step's beginning does not determine them, they are open. An example is the number of tokens per
+expert. A step agrees with any value of an open size, and is planned for the largest recorded value.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from chameleon_mm.record.light_profiler import Feature, StepRecord, feature_hash
 from chameleon_mm.swap.recipe import Refusal
 from chameleon_mm.units import allocated_size
 
-# --- Express the sizes of a step by the few variables that its data decides, from steps that differ only in sizes.
+# --- Forms: the sizes of a step as functions of a few variables, found from steps that differ only in sizes.
 #
 # A form is a constant, a constant times up to two factors, or a multiplied and shifted variable. A factor is a variable or a
-# shifted variable, such as the number of predicted tokens: the length less 1. Each form holds exactly in all the steps that it
-# was found from. With more steps, fewer forms hold by chance.
+# shifted variable, such as the number of predicted tokens: the length less 1. Each form is exact for all steps from which it
+# was found. With more steps, fewer forms fit by chance.
 
 Sizes = tuple[int, ...]
 """Values of one size, one per step."""
 
 _FACTORS = 8
-"""Maximum number of factors whose products are tried: twice the variables that a structure may have. These and as many shifted
-ones have 136 products of two, all tried for each size that differs."""
+"""Maximum number of factors whose products are tried: twice the maximum number of variables. With as many shifted factors,
+there are 136 products of two, all tried for each size that differs."""
 _SHIFTS = (-1, 1)
-"""Shifts of a variable that are tried in products. -1: the tokens after the first one; 1: one more token for the whole text."""
+"""Shifts of a variable that are tried in products. -1: the tokens after the first; 1: one more token for the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Size: `scale` times the product of `factors`, plus `shift`."""
+    """Formula of a size: `scale` times the product of `factors`, plus `shift`."""
 
     scale: Fraction
     shift: Fraction
@@ -61,8 +61,8 @@ class Form:
     """Forms, or numbers of variables."""
 
     def at(self, values: Mapping[int, int]) -> int | None:
-        """Size for these `values` of the variables. None: a variable is missing, or the size is not a whole number of 0 or
-        more."""
+        """Return the size for these `values` of the variables. None: a variable is missing, or the result is no whole number >=
+        0."""
         product = self.scale
         for factor in self.factors:
             value = values.get(factor) if isinstance(factor, int) else factor.at(values)
@@ -85,20 +85,20 @@ class SizeForms:
         self.num_variables = 0
 
     def of(self, sizes: Sizes) -> Form:
-        """Form of `sizes`, or a new variable if none is found. Raises `ValueError` for another number of steps."""
+        """Return the form of `sizes`, or a new variable if it has none. Raises `ValueError` for another number of steps."""
         form = self.find(sizes)
         if form is None:
             form = Form(Fraction(1), Fraction(0), (self.num_variables,))
             self._factors.append((sizes, self.num_variables))
             self._known[sizes] = form
-            for shift in _SHIFTS:  # a shifted variable may be a factor before any size equals it
+            for shift in _SHIFTS:  # a shifted variable may be a factor, even if no size equals it
                 shifted = Form(Fraction(1), Fraction(shift), (self.num_variables,))
                 self._shifted_factors.append((tuple(size + shift for size in sizes), shifted))
             self.num_variables += 1
         return form
 
     def find(self, sizes: Sizes) -> Form | None:
-        """Form of `sizes` in the known variables, or None."""
+        """Return the form of `sizes` in the known variables, or None."""
         if len(sizes) != self._num_steps:
             raise ValueError(f"size forms: expected the size in each of {self._num_steps} steps, got {len(sizes)} sizes")
         form = self._known.get(sizes)
@@ -113,7 +113,7 @@ class SizeForms:
 
     def _product(self, sizes: Sizes) -> Form | None:
         factors = self._factors[:_FACTORS]
-        # A shifted variable that no size equals matches by chance too easily: then the scale must be a whole number.
+        # A shifted variable that no size equals fits too easily by chance, so its scale must be a whole number.
         searches = (1, factors, False), (2, factors, False), (2, factors + self._shifted_factors[:_FACTORS], True)
         for degree, among, must_be_whole in searches:
             for chosen in combinations_with_replacement(among, degree):
@@ -132,7 +132,7 @@ class SizeForms:
             if not isinstance(factor, int):
                 continue
             scale = _slope(values, sizes)
-            # A line goes through any two points: only one with a whole slope is evidence.
+            # A line fits any two points: only a whole slope is evidence.
             if scale is None or scale <= 0 or scale.denominator != 1:
                 continue
             shift = sizes[0] - scale * values[0]
@@ -142,7 +142,7 @@ class SizeForms:
 
 
 class SizeColumn:
-    """Sizes in one column of a trace, by the variables."""
+    """Sizes in one column of a trace, as functions of the variables."""
 
     def __init__(self, forms: SizeForms, columns: Sequence[Int64s]) -> None:
         rows, row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
@@ -151,7 +151,7 @@ class SizeColumn:
         self._recorded = rows
 
     def at(self, values: Mapping[int, int], proportions: Sequence[float]) -> Int64s:
-        """Sizes in the step. A size without a form is its largest recording, each recording scaled by its entry of
+        """Return the sizes in the step. A size without a form is the largest of its recordings, each scaled by its entry of
         `proportions`: the step's size / the recorded step's size."""
         sizes = [form.at(values) if form is not None else None for form in self._forms]
         largest = self._scaled(proportions).max(axis=1, initial=0).tolist()
@@ -159,7 +159,7 @@ class SizeColumn:
         return np.array(known, np.int64)[self._row]
 
     def spread_bytes(self, proportions: Sequence[float]) -> int:
-        """Largest difference between scaled recordings of a size without a form."""
+        """Return the largest difference between scaled recordings of a size without a form."""
         has_no_form = [form is None for form in self._forms]
         spread = np.ptp(self._scaled(proportions)[has_no_form], axis=1)
         return int(spread.max(initial=0))
@@ -170,23 +170,23 @@ class SizeColumn:
 
 
 def _slope(values: Sizes, sizes: Sizes) -> Fraction | None:
-    """Slope of `sizes` over `values`, from the first step and one that differs in `values`. None: no step differs."""
+    """Return the slope of `sizes` over `values`, from the first step and one that differs in `values`. None: none differs."""
     for value, size in zip(values[1:], sizes[1:], strict=True):
         if value != values[0]:
             return Fraction(size - sizes[0], value - values[0])
     return None
 
 
-# --- Memory that a step takes beyond its trace, found at its first hook or between two checks of memory
+# --- Memory that a step takes in addition to its trace, found at its first hook or between two checks of memory
 
 RECENT_STEPS = 16
-"""Number of steps that must take less memory before plans assume less: one in as many may need more, as an evaluation does."""
+"""Number of steps that must take less memory before plans assume less: a rare step, such as an evaluation, may need more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraMemory:
-    """Bytes beyond a trace's. `spikes` has bytes by tick: they are allocated there, and freed again before the next check of
-    memory. `keeps_gradients`: those that the trace makes and leaves exist before; `extra_bytes` has none of them."""
+    """Bytes that steps allocate beyond their trace. `spikes`: bytes by tick; they are allocated there, and freed before the
+    next check of memory. `keeps_gradients`: gradients that the trace makes exist before the step; `extra_bytes` lacks them."""
 
     extra_bytes: int = 0
     keeps_gradients: bool = False
@@ -200,13 +200,13 @@ class ExtraMemory:
 
     @classmethod
     def most_of(cls, taken: Iterable[ExtraMemory]) -> ExtraMemory:
-        """Maximum of `taken`, of `extra_bytes` and at each tick."""
+        """Return the maximum of `taken`, for `extra_bytes` and for each tick."""
         return reduce(or_, taken, cls())
 
     @classmethod
     def room_for(cls, taken: Iterable[ExtraMemory], above_bytes: int) -> ExtraMemory:
-        """Maximum of `taken`, and at each place as much more as those differ that took more than `above_bytes` there:
-        memory that follows the data, such as a sparse gradient's, may grow as far again."""
+        """Return the maximum of `taken`, plus a margin at each place: the difference among those that took more than
+        `above_bytes` there. Memory that depends on data, such as a sparse gradient's, may grow again by that difference."""
         taken = list(taken)
         most = cls.most_of(taken)
 
@@ -217,7 +217,7 @@ class ExtraMemory:
         return dataclasses.replace(most, extra_bytes=room(most.extra_bytes, (one.extra_bytes for one in taken)), spikes=spikes)
 
     def exceeds(self, other: ExtraMemory, by_bytes: int) -> bool:
-        """True if its `extra_bytes` or one of its spikes exceeds that of `other` by more than `by_bytes`, or if it alone keeps
+        """True if `extra_bytes` or a spike exceeds that of `other` by more than `by_bytes`, or only this one keeps
         gradients."""
         if self.extra_bytes - other.extra_bytes > by_bytes or self.keeps_gradients > other.keeps_gradients:
             return True
@@ -234,37 +234,37 @@ class ExtraMemory:
 # --- structure
 
 STRUCTURES = 16
-"""Number of structures to keep, the latest recorded ones. Each has traces of at most `RECORDED` steps, some MiB each."""
+"""Maximum number of structures; the latest are kept. Each has traces of at most `RECORDED` steps, some MiB each."""
 
 RECORDED = 6
 """Maximum number of recorded steps of one structure. A mixture of experts, or rows with lengths, needs two to four."""
 
 _ALIGNED = ("op_phase", "op_tick", "read_offsets", "write_offsets", "hook_tick", "hook_use")
-"""Columns in which traces of one structure agree, in addition to the operators' names and storages."""
+"""Columns in which traces of one structure agree, besides the operators' names and storages."""
 
 MOST_VARIABLES = 4
-"""Maximum number of independent sizes of a structure: rows, one or two lengths, a padded length. If there are more, those that
-the first save does not determine are open."""
+"""Maximum number of independent sizes of a structure: rows, one or two lengths, a padded length. If there are more, the sizes
+that the first save does not determine are open."""
 
 OPEN_MARGIN = 2
-"""Factor for the bytes left free for open sizes. It multiplies the largest difference between recordings of one storage, or the
-largest excess of a step over its plan. With 1, a step as far above the largest recording as that is above the smallest would
-exceed the budget."""
+"""Factor for the bytes kept free for open sizes. It multiplies the largest difference between recordings of a storage, or the
+largest excess of a step over its plan. A factor of 1 would leave room only for a step that exceeds the largest recording by
+that difference."""
 
 TIMES_OFF = 0.05
-"""Relative error of operator times above which they are corrected. A recorded step loads kernels, and so takes longer. Times
-wrong by a factor of five finally cost at most 3 % of a step (`tests/test_plan_feedback.py`)."""
+"""Relative error of operator times above which they are corrected. A recorded step loads kernels, and so takes longer. After
+corrections, times wrong by a factor of five cost at most 3 % of a step (`tests/test_plan_feedback.py`)."""
 
 
 class _Recorded(NamedTuple):
     record: StepRecord
     trace: Trace
     work_bytes: int
-    """Bytes of all storages that the step makes. Operator times are interpolated by it."""
+    """Bytes of all storages that the step makes. Operator times are interpolated over this."""
 
 
 class Structure:
-    """Recorded steps of one structure, from which others are predicted. Not thread-safe."""
+    """Recorded steps of one structure, from which other steps are predicted. Not thread-safe."""
 
     def __init__(self, outlines: tuple[Hashable, ...], min_bytes: int) -> None:
         """`outlines`: feature of each hook without its sizes. `min_bytes`: size below which no storage moves."""
@@ -273,23 +273,23 @@ class Structure:
         self._min_bytes = min_bytes
         self._proven: dict[int, set[int]] = {}
         self._recorded: list[_Recorded] = []
-        """Recordings that agree in all columns except sizes and times, the smallest first."""
+        """Recordings that agree in all columns except sizes and times, smallest first."""
         self._recordings = 0
         self.trained: Sequence[weakref.ref[torch.Tensor]] = ()
-        """Parameters whose gradients the latest recorded step made and left."""
+        """Parameters whose gradients the latest recorded step made and kept."""
         self.was_wrong = False
-        """True after a wrong prediction: nothing is predicted until another step is recorded."""
+        """True after a wrong prediction. Then nothing is predicted until another step is recorded."""
         self.has_open_sizes = False
         """True if the beginning of a step does not determine some of its sizes."""
         self._growths = deque([0], maxlen=RECENT_STEPS)
-        """Most bytes beyond the plan that each of the latest steps with open sizes allocated between two hooks."""
+        """Maximum bytes above the plan that each of the latest steps with open sizes allocated between two hooks."""
         self.recent_extra: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
-        """Memory that each of the latest steps took beyond the prediction."""
+        """Memory that each of the latest steps took in addition to the prediction."""
         self._slowdowns: dict[int, deque[float]] = {}
 
     @property
     def predicts(self) -> bool:
-        """True if steps with other sizes can be predicted from the recorded ones."""
+        """True if steps with other sizes can be predicted from the recorded steps."""
         return len(self._recorded) > 1 and not self.was_wrong
 
     @property
@@ -329,11 +329,11 @@ class Structure:
     def _find_shapes(self) -> None:
         self._forms = SizeForms(len(self._recorded))
         self._observed: list[tuple[int, int]] = []
-        """Hook and dimension at which each variable is seen first."""
+        """Hook and dimension at which each variable first occurs."""
         self._shapes: dict[tuple[int, ...], tuple[Form | None, ...]] = {}
         """Forms of sizes, by key; None: an open size."""
         self._shape_at: list[tuple[int, ...] | None] = []
-        """Key in `_shapes` of each hook's sizes, by hook; None: its feature is taken as recorded."""
+        """Key in `_shapes` of the sizes of each hook, by hook; None: the feature stays as recorded."""
         for hook, features in enumerate(zip(*(one.record.features for one in self._recorded), strict=True)):
             sizes = [sizes_of(cast("Feature", feature)) for feature in features]
             if None in sizes:
@@ -366,7 +366,7 @@ class Structure:
         return StepRecord.of(predicted, base.save_of, base.boundaries)
 
     def _open(self, predicted: Sequence[Feature], features: Sequence[Feature]) -> bool:
-        """Open the sizes that were predicted wrong in the hooks so far. Returns True if there are any."""
+        """Mark sizes as open that were predicted wrong in the hooks so far. Returns True if there are any."""
         wrong = {key for key, one, other in zip(self._shape_at, predicted, features, strict=False) if one != other}
         for key in wrong:
             if key is not None:
@@ -374,7 +374,7 @@ class Structure:
         return bool(wrong)
 
     def _values(self, features: Sequence[Hashable]) -> dict[int, int]:
-        """Values of the variables. One that is not seen yet has its recorded value, scaled by the ratios of those seen."""
+        """Return the values of the variables. A later one has its recorded value, scaled by the others' ratios."""
         values, proportion = {}, 1.0
         for variable, (hook, dimension) in enumerate(self._observed):
             recorded = _size_at(self._base.record.features[hook], dimension)
@@ -386,7 +386,7 @@ class Structure:
         return values
 
     def _proportions(self, values: Mapping[int, int]) -> list[float]:
-        """Ratios of the size of a step with these values of the variables to the size of each recorded step."""
+        """Return the ratio of the size of a step with these `values` to the size of each recorded step."""
         return [
             prod(values[v] / max(1, _size_at(one.record.features[hook], d)) for v, (hook, d) in enumerate(self._observed))
             for one in self._recorded
@@ -414,29 +414,29 @@ class Structure:
 
     def _resized(self, save: Feature, sizes: tuple[Hashable, ...], *, is_small: bool) -> Feature:
         if any(size is _ANY for size in sizes):  # by identity: it equals every number
-            return resized(save, sizes, _ANY)  # it may be too small to move, or not
+            return resized(save, sizes, _ANY)  # it may or may not be too small to move
         if is_small:
             return resized(save, sizes, FIXED_STORAGE)
         dtype, since = cast("torch.dtype", save[2]), save[4]
         before_bytes, nbytes = (prod(cast("Sizes", some)) * dtype.itemsize for some in (sizes_of(save) or (), sizes))
         if since == FIXED_STORAGE and before_bytes < self._min_bytes <= nbytes:
-            return resized(save, sizes, _ANY)  # it was too small to move: its earlier saves were not looked up
+            return resized(save, sizes, _ANY)  # too small to move: its earlier saves were not looked up
         return resized(save, sizes, since)
 
     def margin_bytes(self, record: StepRecord) -> int:
-        """Bytes to leave free in a plan for a step with this record, as open sizes may exceed all recorded ones."""
+        """Return the bytes to keep free in a plan for a step with this record, as open sizes may exceed all recorded ones."""
         if not self.has_open_sizes:
             return 0
         spread_bytes = self._tensor_bytes.spread_bytes(self._proportions(self._values(record.features)))
         return OPEN_MARGIN * max(spread_bytes, *self._growths)
 
     def note_growth(self, more_bytes: int) -> int:
-        """Note that a step allocated `more_bytes` beyond its plan between two hooks. Returns the bytes to leave free."""
+        """Note that a step allocated `more_bytes` above its plan between two hooks. Returns the bytes to keep free."""
         self._growths[-1] = max(self._growths[-1], more_bytes)
         return OPEN_MARGIN * self._growths[-1]
 
     def trace_of(self, record: StepRecord) -> Trace:
-        """Predict the trace of a step with this record, of this structure."""
+        """Predict the trace of a step of this structure with this record."""
         values, base = self._values(record.features), self._base.trace
         proportions = self._proportions(values)
         tensor_bytes = self._tensor_bytes.at(values, proportions)
@@ -459,15 +459,15 @@ class Structure:
             hook_feature=np.array([hashes[id(feature)] for feature in record.features], np.uint64),
         )
 
-    # --- what one step teaches about others
+    # --- lessons of one step for others
 
     def proven(self, trace: Trace) -> set[int]:
-        """Numbers of the storages that were recomputed bit for bit in steps of about this size. Other sizes may run other
-        kernels, so recipes are proven again for each power of two of the size."""
+        """Return the numbers of the storages that were recomputed bit for bit in steps of about this size. Other sizes may run
+        other kernels, so recipes are proven anew for each power of two of the size."""
         return self._proven.setdefault(_octave(_work_bytes(trace, trace.tensor_bytes)), set())
 
     def note_extra(self, extra: ExtraMemory) -> None:
-        """Note the memory that a step took beyond its predicted trace, as it ends."""
+        """Note, at the end of a step, the memory that it took in addition to its predicted trace."""
         self.recent_extra.append(extra)
         self._growths.append(0)
 
@@ -503,7 +503,7 @@ class Structures:
         return structure
 
     def of(self, record: StepRecord) -> Structure | None:
-        """Structure of a step; None: no step of it was recorded."""
+        """Return the structure of a step; None: no step of it was recorded."""
         if record.fingerprint not in self._by_fingerprint:
             self._by_fingerprint[record.fingerprint] = self._known.get(outlines_of(record.features))
             while len(self._by_fingerprint) > 8 * STRUCTURES:
@@ -511,7 +511,7 @@ class Structures:
         return self._by_fingerprint[record.fingerprint]
 
     def beginning_with(self, features: Sequence[Feature]) -> list[Structure]:
-        """Predicting structures whose first hooks have these outlines, the latest first."""
+        """Return the structures that can predict and that begin with the outlines of `features`, latest first."""
         outlines = outlines_of(features)
         n = len(outlines)
         return [one for one in reversed(self._known.values()) if one.predicts and one.outlines[:n] == outlines]
@@ -523,7 +523,7 @@ def outlines_of(features: Sequence[Hashable]) -> tuple[Hashable, ...]:
 
 
 class _Any:
-    """Wildcard for a size, or for the distance to a storage's last save: equals every int."""
+    """Wildcard for a size, or for the distance to a storage's last save. It equals every int."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, int) or other is self
@@ -549,7 +549,7 @@ def _are_aligned(one: Trace, other: Trace) -> bool:
         return False
     for tensors, op in (("read_tensors", one.op_of_read()), ("write_tensors", one.op_of_write())):
         mine, theirs = (column[np.lexsort((column, op))] for column in (getattr(one, tensors), getattr(other, tensors)))
-        if not np.array_equal(mine, theirs):  # the storages of one operator have no order
+        if not np.array_equal(mine, theirs):  # the order of one operator's storages does not matter
             return False
     names, others = np.array(one.op_names), np.array(other.op_names)
     return bool((names[one.op_name] == others[other.op_name]).all())
@@ -564,7 +564,7 @@ def _octave(nbytes: int) -> int:
 
 
 def _interpolated(works: Float64s, times: Float64s, work: float) -> Float64s:
-    """Inter- or extrapolate times at `work` from the two nearest of the ascending `works`: a power of the work, 0 to 2."""
+    """Interpolate or extrapolate times at `work` from the two nearest of the ascending `works`, as a power (0 to 2) of work."""
     above = int(np.clip(np.searchsorted(works, work), 1, len(works) - 1))
     low, high = times[above - 1], times[above]
     span = np.log(max(works[above], 1.0) / max(works[above - 1], 1.0))

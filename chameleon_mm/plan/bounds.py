@@ -1,12 +1,12 @@
-"""Bounds that no plan can beat: the least time of a step within a budget, and the least budget that costs no time.
+"""Bounds that no plan can beat: the minimum time of a step within a budget, and the minimum budget that costs no time.
 
-at any moment t before the last use, x = bytes over the budget:    x has crossed by t, and crosses back after t
+at any time t before the last use, x = bytes over the budget:      x has crossed by t, and crosses back after t
     step >= max(compute before t, x / d2h) + max(compute after t until the last use, x / h2d) + compute after it
-with recomputation, at the moment of the peak:                     the cheapest mix of x crossing and y recomputed
-    step >= min over x + y of the same, the time to recompute y added to compute after t
+with recomputation, at the time of the peak:                       the cheapest mix of x bytes copied and y recomputed
+    step >= min over x + y of the same, with the time to recompute y added to compute after t
 
-Relaxed: storages are divisible, copies have no fixed cost, and any storage may be idle at any time. So the share of the bound
-that a plan reaches is a lower bound of how good the plan is.
+The bound is relaxed: storages are divisible, copies have no fixed cost, and any storage may be idle at any time. So a plan may
+be closer to the optimum than its share of the bound shows.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from chameleon_mm.plan.trace import Float64s, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import Candidates, below_least, least_memory, memory_curve, smallest_budget
 from chameleon_mm.units import allocated_size, parse_size
 
-# --- Lower bound of a step's time if saved storages may be swapped or recomputed: a linear program's, without a solver
+# --- Lower bound of a step's time if saved storages may be swapped or recomputed: by a linear program, without a solver
 #
-# R(G) is the least time of operators that run again so that G bytes, net of holds, are gone at t. An operator runs once however
-# many storages it makes; saved storages are there. Relaxed: shares of storages, of operators and of holds. For a price p
+# R(G) is the minimum time of operators that run again so that G bytes, less held bytes, are dropped at t. An operator runs once
+# for all storages that it makes. Saved storages exist. Relaxed: shares of storages, operators and holds. For a price p
 #     R(G) >= p * G + sum over the storages idle at t of min(0, make(j) - p * size(j))
 #     make(j) = share of its operators' time + sum of its share of get(x) over the unsaved storages x that they read
-#     get(x)  = 0 if x is there at t, else the smaller of p * size(x) and make(x)
-# This is the dual of the linear program: an operator or an input that several need costs at least the sum of their shares, for
-# any shares. A few rounds move the shares to the storages that are recomputed; each price keeps its best sum.
+#     get(x)  = 0 if x exists at t, else the smaller of p * size(x) and make(x)
+# This is the dual of the linear program: an operator or input needed by several storages costs at least the sum of their
+# shares, for any shares. A few rounds move the shares to the storages that are recomputed. Each price keeps its best sum.
 
 _FINER = 24
-"""Number of prices added around the one that decides."""
+"""Number of prices added around the decisive price."""
 _ANY_PRICE = 1e-3
-"""Price, in us for a byte, if recomputation takes no time."""
+"""Price, in us per byte, if recomputation takes no time."""
 _ROUNDS = 6
-"""Rounds that adjust the shares. With these rounds and prices the bound of a 7B model is within 0.5 % of a solver's."""
+"""Rounds that adjust the shares. With these rounds and prices, the bound of a 7B model is within 0.5 % of a solver's."""
 
 
 class RecomputeTime:
-    """Lower bound of the time to recompute bytes that are gone at one tick."""
+    """Lower bound of the time to recompute bytes that are dropped at one tick."""
 
     def __init__(self, recipes: Recipes, tick: int) -> None:
         trace, c = recipes.trace, recipes.candidates
@@ -66,12 +66,12 @@ class RecomputeTime:
         self._find_lines()
 
     def at(self, nbytes: Float64s) -> Float64s:
-        """Lower bound of the time for each of `nbytes` that are gone."""
+        """Return lower bounds of the time, one for each entry of `nbytes`, the bytes that are dropped."""
         price, sums = np.array(self.lines).T
         return np.asarray(np.maximum((price[:, None] * nbytes + sums[:, None]).max(axis=0), 0.0))
 
     def kinks(self, most: float) -> Float64s:
-        """Bytes, from 0 to `most`, between which `at` is linear."""
+        """Return the bytes, from 0 to `most`, between which `at` is linear."""
         lines = sorted({(0.0, 0.0), *self.lines})
         hull: list[tuple[float, float]] = []
         for p, s in lines:
@@ -86,7 +86,7 @@ class RecomputeTime:
         return np.array([0.0, *(g for g in inside if 0 < g < most), most])
 
     def _needed_order(self) -> list[int]:
-        """Storages that may be recomputed and the storages that they are made of, inputs first."""
+        """Return the storages that may be recomputed and those from which they are made, inputs first."""
         needed = list(self._can_drop)
         for j in reversed(self._recipes.order):
             if needed[j]:
@@ -103,8 +103,8 @@ class RecomputeTime:
         ratio = [max(price, LEAST_PRICE) for price in ratio] or [_ANY_PRICE]
         self.lines = [(0.0, 0.0)]
         prices = np.geomspace(min(ratio) * 0.5, max(ratio) * 8, NUM_PRICES)
-        prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # for more bytes than can be recomputed
-        own = np.unique(ratio)  # if nothing is held, only these prices change anything
+        prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # higher prices, for more bytes than can be recomputed
+        own = np.unique(ratio)  # without holds, the result changes only at these prices
         prices = np.unique(np.append(prices, own if len(own) <= NUM_PRICES else own[:: len(own) // NUM_PRICES]))
         self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
 
@@ -116,7 +116,7 @@ class RecomputeTime:
         self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
 
     def _sums(self, prices: Float64s) -> Float64s:
-        """(prices,) the sum of the formula above, the best over a few rounds of shares."""
+        """Return (prices,): sum of the formula above, best of a few rounds of shares."""
         readers: dict[int, list[int]] = {}
         for j in self._order:
             for x in self._unsaved[j]:
@@ -136,7 +136,7 @@ class RecomputeTime:
         return best
 
     def _priced(self, prices: Float64s, share: dict[tuple[int, int], Float64s]) -> tuple[Float64s, dict[int, Float64s]]:
-        """Return the sum for these shares, and whether each storage is recomputed."""
+        """Return the sum for these shares, and by storage True where it is recomputed."""
         sums = np.zeros(len(prices))
         get = {x: prices * self._size[x] for x in self._only_held}
         again: dict[int, Float64s] = {}
@@ -166,7 +166,7 @@ class RecomputeTime:
 
 
 def _crossing(a: tuple[float, float], b: tuple[float, float]) -> float:
-    """Intersection of two lines, the second one steeper."""
+    """Return the intersection of two lines. The second line is steeper."""
     return (a[1] - b[1]) / (b[0] - a[0])
 
 
@@ -175,25 +175,25 @@ def _crossing(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ideal:
-    """The relaxed bound of one step within one budget."""
+    """Relaxed bound of one step within one budget."""
 
     step_us: float
     swapped_bytes: float
-    """Bytes swapped one way, at the moment that decides."""
+    """Bytes swapped one way at the decisive time."""
     recomputed_us: float
     """Part of `step_us` in which operators run again."""
 
     def reached_by(self, step_us: float) -> float:
-        """Share of the bound that a step of `step_us` reaches: 1 is the best possible."""
+        """Return the share of the bound that a step of `step_us` reaches. 1 is the best possible value."""
         return self.step_us / step_us if step_us else 1.0
 
 
 def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Collection[str] = ()) -> Ideal:
-    """Bound of the step's time: no plan for `trace` within `hbm_budget` bytes takes less.
+    """Return a lower bound of the step's time for all plans of `trace` within `hbm_budget` bytes.
 
-    recompute: base names of operators that may run again, so that saved storages may be recomputed instead of swapped. Ignored
-    if the budget needs swapping between two uses. Raises `InfeasibleBudget` (a `ValueError`) if swapping every candidate is not
-    enough, and `TypeError` for a budget that is not a whole number.
+    recompute: base names of operators that may run again, to recompute saved storages instead of swapping them. Ignored if the
+    budget needs swaps between two uses. Raises `InfeasibleBudget` (a `ValueError`) if swapping every candidate is not enough,
+    and `TypeError` for a budget that is not a whole number.
     """
     hbm_budget = parse_size(hbm_budget, what="hbm_budget")
     least = smallest_budget(trace)
@@ -215,13 +215,13 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Col
 
 
 def relaxed_us(before_us: Float64s | float, after_us: Float64s | float, out_us: Float64s, back_us: Float64s) -> Float64s:
-    """(moments,) time until the last use by the formula above: the bytes over the budget at each moment cross in `out_us` and
-    `back_us`, with `before_us` and `after_us` of compute on either side."""
+    """Return (times,): time until the last use by the formula above. The bytes over the budget cross in `out_us` and `back_us`.
+    Compute takes `before_us` and `after_us`."""
     return np.maximum(before_us, out_us) + np.maximum(after_us, back_us)
 
 
 def hidden_budget_bound(trace: Trace, cost_model: LinkCost) -> int:
-    """Device memory, in bytes, that a plan for `trace` needs at least to hide all copies."""
+    """Return the minimum device memory, in bytes, that a plan for `trace` needs to hide all copies."""
     step = _Step(trace, between_uses=True)
     before_bytes = step.before_us * (cost_model.d2h_gbps * 1e3)
     after_bytes = step.after_us * (cost_model.h2d_gbps * 1e3)
@@ -239,9 +239,9 @@ def smallest_hidden_budget(
 ) -> int:
     """Return the smallest budget, in bytes, for which `plan_for(budget)` makes a plan that costs no time, found by bisection.
 
-    tolerance: share of the step that counts as no time. precision_bytes: how near the result is to the smallest budget; None:
-    1/256 of the distance from the bound to the unswapped peak. `plan_for` may raise `InfeasibleBudget`. If plans of larger
-    budgets are slower, the result is any of the turning points.
+    tolerance: share of the step that counts as no time. precision_bytes: maximum distance of the result from the smallest
+    budget; None: 1/256 of the distance from the bound to the unswapped peak. `plan_for` may raise `InfeasibleBudget`. If plans
+    for larger budgets are slower, the result is any budget at which this changes.
     """
     simulator = Simulator(trace, cost_model)
     low, high = hidden_budget_bound(trace, cost_model), int(memory_curve(trace).max(initial=trace.start_bytes))
@@ -258,7 +258,7 @@ def smallest_hidden_budget(
 
 
 def _hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budget: int, tolerance: float) -> bool:
-    """True if `plan_for(budget)` keeps its budget and its step takes at most a share `tolerance` longer than unswapped."""
+    """True if `plan_for(budget)` keeps the budget, and its step takes at most a share `tolerance` longer than without swaps."""
     try:
         plan = plan_for(budget)
     except InfeasibleBudget:
@@ -268,7 +268,7 @@ def _hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], bud
 
 
 class _Step:
-    """The part of a step before the last use of a candidate; after that use nothing is off the device.
+    """Part of a step before the last use of a candidate. After that use nothing is off the device.
 
     between_uses: storages may be off the device between two uses as well."""
 
@@ -280,20 +280,20 @@ class _Step:
         self.tail_us = float(clock[-1] - clock[last])
         self.before_us: Float64s = clock[:last]
         self.after_us: Float64s = clock[last] - clock[:last]
-        # Rounding: a storage of 1 byte takes 512, and moving 1 byte less gives all of them back.
+        # Rounding: a storage of 1 byte takes 512 bytes, so moving 1 byte fewer may keep 512 more.
         padding = int((candidates.size - candidates.nbytes).sum())
         self.least_moved: Int64s = memory_curve(trace)[:last] - padding
 
 
 def _cheapest_mix(recipes: Recipes, step: _Step, t: int, over: float, cost_model: LinkCost) -> Ideal:
-    """Bound with recomputation at tick `t`, `over` bytes above the budget: some cross the link, others are recomputed."""
+    """Return the bound with recomputation at tick `t`. Some of the `over` bytes are swapped, some recomputed."""
     out_rate, back_rate = cost_model.d2h_gbps * 1e3, cost_model.h2d_gbps * 1e3
     recompute_time = RecomputeTime(recipes, t)
     before_us, after_us = float(step.before_us[t]), float(step.after_us[t])
 
     def cheapest() -> tuple[float, float, float]:
         """Return the bound until the last use, the bytes that are recomputed, and the time of recomputation."""
-        # Convex and linear between these points: the kinks, and the bytes at which the two sides of a max are equal.
+        # Convex, and linear between these points: the kinks, and the bytes at which the two sides of a max are equal.
         points = np.unique(np.append(recompute_time.kinks(over), np.clip(over - before_us * out_rate, 0.0, over)))
         slack_us = after_us + recompute_time.at(points) - (over - points) / back_rate
         rises = int(np.searchsorted(slack_us, 0.0))

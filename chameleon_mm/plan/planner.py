@@ -1,14 +1,14 @@
-"""Makes the plan from a trace, budgets and the cost of the link.
+"""Make the plan from a trace, budgets and the cost of the link.
 
 problem = Problem.of(trace)                 ticks become hooks, storages become candidates
 the step fits already                       an empty plan
-not even with every candidate away          try again, with storages that are idle between two uses away there, too
-nor then                                    InfeasibleBudget, with the smallest budget that is feasible
-selected = select(problem, ...)             which candidates move, and how many bytes of each: no more bytes than needed
+not even with every candidate away          try again: storages may also be away between two uses
+still not                                   InfeasibleBudget, with the smallest feasible budget
+selected = select(problem, ...)             candidates to move, and bytes of each: no more than needed
 scheduled = schedule(problem, ...)          hooks of each copy out, reclaim and copy back
-walk(moves, ...)                            the delay, as `simulate` has it; the best of several selections is the plan
+walk(moves, ...)                            the delay, as in `simulate`; the best of several selections is the plan
 
-docs/policy.md explains why, and says how far from the least time the result is.
+docs/policy.md gives the reasons, and the distance of the result from the minimum time.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from chameleon_mm.plan.unswapped_memory import largest_of, least_memory, peak_me
 from chameleon_mm.replayable import DEFAULT
 from chameleon_mm.units import MIB, allocated_size, format_size, parse_size
 
-# --- Plans that keep, swap, recompute or hold each storage: the dropped storages are chosen first, then the swaps are planned
+# --- Plans that keep, swap, recompute or hold each storage. Dropped storages are chosen first, then swaps are planned
 #
-# 1. a path of choices, one for each price of memory (selection.py)
-# 2. for each choice: its level and time by arithmetic, and the step's time by the relaxed bound of swapping
-# 3. for the best few, and mixes of neighbours: the trace is rewritten, and its swaps are planned as in any other step
+# 1. make a path of choices, one for each price of memory (selection.py)
+# 2. for each choice: compute its level and time, and the step's time by the relaxed bound of swapping
+# 3. for the best few, and mixes of neighbours: rewrite the trace, and plan its swaps as for any other step
 
 _PLANNED = 2
 """Number of choices that are planned because their estimates are best."""
 _BESIDE = 4
-"""Maximum number of choices that are planned because they are next to the best plan so far."""
+"""Maximum number of choices that are planned because they are neighbours of the best plan so far."""
 _FAR = 1.25
-"""Ratio of the best plan's time to the least estimate from which choices all over the path are planned."""
+"""Ratio of the best plan's time to the lowest estimate. From this ratio on, choices from the whole path are planned."""
 _APART = 5
-"""Number of steps along the path then; each takes about as long as a plan that only swaps."""
+"""Number of choices from the whole path. Each takes about as long as a plan that only swaps."""
 _WAITS = 1e-4
-"""Share of the step from which stalls count as waiting."""
+"""Minimum share of the step at which stalls count as waiting."""
 _REPAIRS = 8
-"""Maximum number of repairs of a choice: storages that memory has no room to recompute are no longer dropped."""
+"""Maximum number of repairs of a choice. A repair keeps storages for whose recomputation there is no room."""
 _FINER = 8
-"""Mixes between two prices. Without mixes plans of the built-in models take 0.6 % longer, and up to 6.5 %."""
+"""Number of mixes between two prices. Without mixes, plans of the built-in models take 0.6 % longer, at most 6.5 %."""
 
 
 def hybrid_plans(
@@ -85,7 +85,7 @@ class HybridSearch:
         self._best_part = 0
 
     def run(self) -> None:
-        """Plan the choices with the best estimates, at prices and between them, and then the neighbours of the best plan."""
+        """Plan the choices with the best estimates, at prices and between them. Then plan the neighbours of the best plan."""
         parts = {part: self._estimate_us(self._choice(part)) for part in range(0, self._last + 1, _FINER)}
         best = min(parts, key=lambda part: (parts[part], part))
         for part in range(max(0, best - _FINER), min(self._last, best + _FINER) + 1):
@@ -110,8 +110,8 @@ class HybridSearch:
                 break
 
     def _halve(self, tried: set[tuple[int, ...]]) -> None:
-        """Plan choices all over the path, then between the best and its neighbours, by half the distance each time: estimates
-        say nothing where memory has no room for what they would recompute."""
+        """Plan choices spread over the whole path, then choices around the best one, at half the distance each time. Estimates
+        are useless if memory has no room for the recomputations."""
         step = max(1, self._last // _APART)
         for part in range(0, self._last + 1, step):
             self._try(part, tried)
@@ -137,7 +137,7 @@ class HybridSearch:
         return True
 
     def _estimate_us(self, choice: Choice) -> float:
-        """Estimate the step on a link that is never idle, if recomputation took no memory; infinite if above the budgets."""
+        """Estimate the step's time with a link never idle and recomputation without memory; infinite if above the budgets."""
         problem, limits = self._problem, self._limits
         recipes, c = self._recipes, self._recipes.candidates
         rows = recipes.row[choice.dropped]
@@ -209,9 +209,9 @@ class HybridSearch:
         )
 
     def _too_large(self, rewritten: RewrittenTrace, problem: Problem, budget: int, *, gently: bool) -> set[int]:
-        """Return dropped storages to keep, because even with all else swapped `budget` has no room for their recomputation. If
-        `gently` and some are made at a full hook: those used there, if others are made too, else all made there. Otherwise: all
-        that are there again by then, and all that are made next."""
+        """Return dropped storages to keep, because `budget` has no room for their recomputation even if all others are swapped.
+        If `gently` and some are made at a full hook: those used there, if others are made too; else all made there. Otherwise:
+        all made earlier and used later, and all made next."""
         c, recipes = problem.candidates, self._recipes
         level = problem.level - sum_over_time(len(problem.level), c.size, c.first, c.use)
         use = recipes.candidates.use[recipes.row].tolist()
@@ -232,13 +232,13 @@ class HybridSearch:
 # --- planner
 
 _WORTH_TRYING = 0.25
-"""Maximum share by which the simulated step of a plan that only swaps may be longer and still be worth measuring."""
+"""Maximum share by which a plan that only swaps may be slower in simulation and still be worth measuring."""
 _FASTER_US = 1e-3
-"""Time that a plan which recomputes must gain over one that only swaps: less is rounding."""
+"""Minimum time in us that a plan must gain by recomputing: less is rounding."""
 
 
 class PlanOptions(TypedDict, total=False):
-    """Options of `generate_plan`, which has their meaning, and of `candidate_plans`, which has their defaults."""
+    """Options of `generate_plan`, which explains them, and of `candidate_plans`, which has their defaults."""
 
     drafts: int
     recompute: Collection[str]
@@ -249,23 +249,22 @@ class PlanOptions(TypedDict, total=False):
 def generate_plan(
     trace: Trace, hbm_budget: int, host_budget: int | None, cost_model: LinkCost, **options: Unpack[PlanOptions]
 ) -> SwapPlan:
-    """Return the plan of `trace` that keeps device memory within `hbm_budget` bytes and takes the least time; empty if the step
-    fits.
+    """Return the fastest plan of `trace` that keeps device memory within `hbm_budget` bytes; an empty plan if the step fits.
 
     host_budget: bytes of pinned memory; None: no limit. drafts: number of tentative plans that a local search may evaluate if
-    there are at most 16 candidates; the default takes most of a second; 0: none.
+    there are at most 16 candidates. The default takes almost a second; 0: no local search.
 
     recompute: base names of operators that may run again (`replayable.py`); empty: nothing is recomputed. refused: numbers of
     storages that must not be recomputed. Each storage is kept, swapped, or dropped and recomputed; inputs of recomputations may
-    be held. The result is the fastest, never slower than the best plan that only swaps. A plan that swaps a storage between two
-    of its uses recomputes nothing; it is made only for budgets that are too small for any other.
+    be held. The result is the fastest plan found, never slower than the best plan that only swaps. A plan that swaps a storage
+    between two of its uses recomputes nothing. It is made only for budgets that are too small for other plans.
 
-    counted_on: share of the link's rates that the choice counts on. The times that the plan has are those on the whole link.
+    counted_on: share of the link's rates that the choice assumes. The plan's times are those on the whole link.
 
-    Deterministic. About n log n in saved tensors, and linear in operators.
+    Deterministic. Time: about n log n in saved tensors, linear in operators.
 
-    Raises `InfeasibleBudget`, with the smallest budgets that are feasible, if no plan is within the budgets; `ValueError` for a
-    budget out of range; `TypeError` for a budget that is not a whole number of bytes.
+    Raises `InfeasibleBudget`, with the smallest feasible budgets, if no plan is within the budgets; `ValueError` for a budget
+    out of range; `TypeError` for a budget that is not a whole number of bytes.
     """
     return candidate_plans(trace, hbm_budget, host_budget, cost_model, at_most=1, **options)[0]
 
@@ -283,10 +282,10 @@ def candidate_plans(
     refused: Collection[int] = (),
     counted_on: float = 1.0,
 ) -> list[SwapPlan]:
-    """Return the plan of `generate_plan`, then others whose simulated step takes at most `within` (a share) longer, best first.
+    """Return the plan of `generate_plan`, then others whose simulated step is longer by at most the share `within`, best first.
 
-    The model of the link and of the operators is not exact, so a caller that can measure may try them all. After a plan that
-    recomputes comes the best one that only swaps, if its step takes at most a quarter longer. Raises as `generate_plan` does.
+    The model of link and operators is not exact, so a caller that can measure may try them all. After a plan that recomputes
+    follows the best plan that only swaps, if its step takes at most a quarter longer. Raises as `generate_plan` does.
     """
     hbm_budget = parse_size(hbm_budget, what="hbm_budget")
     host_budget = None if host_budget is None else parse_size(host_budget, what="host_budget")
@@ -295,7 +294,7 @@ def candidate_plans(
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:
         return [_plan(trace, problem, hbm_budget, _nothing(problem))]
-    if problem.least_bytes > hbm_budget:  # storages may be away between uses, too: they come back twice
+    if problem.least_bytes > hbm_budget:  # storages may also be away between two uses, and are copied back twice
         problem, recompute = Problem.of(trace, between_uses=True), ()
         if problem.least_bytes > hbm_budget:
             raise _infeasible(trace, problem, hbm_budget)
@@ -349,7 +348,7 @@ def _mixed(hybrids: list[SwapPlan], swaps: list[SwapPlan], at_most: int, within:
 
 
 def _nothing(problem: Problem) -> Found:
-    """The draft for a step that fits."""
+    """Return the empty plan, for a step that fits."""
     return Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
 
 
@@ -401,8 +400,8 @@ def _host_too_small(
     recompute: Collection[str],
     refused: Collection[int],
 ) -> InfeasibleBudget:
-    """Bisect for the smallest device budget with a plan within `host_budget`, then, more coarsely, for the smallest with
-    recomputation."""
+    """Return the error for too little pinned memory. Bisects for the smallest device budget with a plan within `host_budget`,
+    then, more coarsely, with recomputation."""
     budget, host_budget = limits.budget, limits.host_budget or 0
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):

@@ -1,12 +1,12 @@
-"""A trace as the planner sees it: ticks become intervals between hooks, and copies begin at hooks.
+"""Problem for the planner, made from a trace: ticks become intervals between hooks, and copies begin at hooks.
 
-memory:   level[k] = most allocated from hook k until hook k + 1, nothing swapped; the excess over the budget has to be away
-time:     time_us[k] = when compute is at hook k, nothing swapped
+memory:   level[k] = peak from hook k until hook k + 1, without swaps; the excess over the budget must be away
+time:     time_us[k] = time at which compute reaches hook k, without swaps
 who:      candidate i may be away from hook first[i] until hook use[i], and its copy out may begin at hook sendable[i]; a
           storage that may be away between its uses as well is several candidates
 
-"Away" means off the device. The executor acts only at hooks, so the order of events between two hooks does not matter.
-Arithmetic over hooks and candidates is therefore exact, and a step of a million operators is a few arrays of 100 000.
+"Away" means off the device. The executor acts only at hooks, so the order of events between two hooks does not matter. So
+arithmetic over hooks and candidates is exact, and a step of a million operators is a few arrays of 100 000.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from chameleon_mm.units import ALLOCATION_UNIT_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """K hooks and n candidates, in the order in which their copies out may begin. Columns that Python loops over are lists."""
+    """Problem with K hooks and n candidates, in the order in which copies out may begin. Columns for Python loops are lists."""
 
     before_bytes: int
-    """Most bytes allocated before the first hook, which no plan can change."""
+    """Maximum bytes allocated before the first hook, which no plan can change."""
     level: Int64s
-    """(K,) most bytes allocated from each hook until the next."""
+    """(K,) maximum bytes allocated from each hook until the next."""
     at_hook: Int64s
     """(K,) bytes allocated at the hook's own tick."""
     time_us: list[float]
-    """(K,) times at which compute is at each hook."""
+    """(K,) times in us at which compute reaches each hook."""
     total_us: float
     program: tuple[ProgramCopy, ...]
     """The program's own copies over the link, in order."""
@@ -52,17 +52,17 @@ class Problem:
     padding: list[int] = field(init=False)
     """Bytes by which `size` is more than `nbytes`."""
     may_exceed_more: Bools = field(init=False)
-    """(K,) True if more may be missing from hook k on than before it: the level rises, or a candidate is used."""
+    """(K,) True if the excess may increase at hook k: the level rises, or a candidate is used."""
     may_exceed_more_backwards: Bools = field(init=False)
-    """(K,) the same, walking back: the level is above hook k + 1's, or a candidate may be away from k + 1 on."""
+    """(K,) the same, walking backwards: the level is above that of hook k + 1, or a candidate may be away from k + 1 on."""
     peak_bytes: int = field(init=False)
-    """Peak of the step, nothing swapped."""
+    """Peak of the step without swaps."""
     least_bytes: int = field(init=False)
-    """Peak with every candidate away for as long as it may be: no plan's peak is below it."""
+    """Peak with every candidate away for as long as possible. No plan has a lower peak."""
     goes_between_uses: bool = False
-    """True if candidates may be away between two uses as well."""
+    """True if candidates may also be away between two uses."""
     goes_twice: bool = field(init=False)
-    """True if two or more candidates are one storage at different times."""
+    """True if several candidates are the same storage at different times."""
 
     def __post_init__(self) -> None:
         c = self.candidates
@@ -83,8 +83,8 @@ class Problem:
 
     @classmethod
     def of(cls, trace: Trace, *, between_uses: bool = False) -> Problem:
-        """Return the problem of `trace`. `between_uses`: storages that are idle between two uses may be away there, too.
-        O(operators + storages + hooks), without a loop."""
+        """Return the problem of `trace`. `between_uses`: storages may also be away between two uses. O(operators + storages +
+        hooks), without a Python loop."""
         curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace, between_uses=between_uses)
         clock = trace.clock_us()
         return cls(
@@ -99,18 +99,18 @@ class Problem:
         )
 
     def peak_of(self, level: Int64s) -> int:
-        """Peak of a step with `level` from each hook until the next."""
+        """Return the peak of a step with `level` from each hook until the next."""
         return max(self.before_bytes, int(level.max(initial=0)))
 
     def over(self, budget: int, where: Bools) -> tuple[list[int], list[int]]:
-        """Return the hooks of `where` from which more than `budget` is allocated until the next, and the excess at each."""
+        """Return the hooks among `where` whose level exceeds `budget`, and the excess at each."""
         hooks = ((self.level > budget) & where).nonzero()[0]
         return hooks.tolist(), (self.level[hooks] - budget).tolist()
 
     def moves(
         self, who: Sequence[int], freed: Sequence[int], out_at: Sequence[int], reclaim_at: Sequence[int], in_at: Sequence[int]
     ) -> ActionColumns:
-        """Return the moves of candidates `who`, in the order of their uses. Each frees a multiple of 512 bytes, up to its whole
+        """Return the moves of candidates `who`, in the order of their uses. Each frees a multiple of 512 bytes within its
         size."""
         c = self.candidates
         which, freed_bytes, *hooks = (np.asarray(column, np.int64) for column in (who, freed, out_at, reclaim_at, in_at))
@@ -118,32 +118,32 @@ class Problem:
         return ActionColumns.reclaiming(freed_bytes, c.size[which], c.nbytes[which], (*hooks, c.use[which]), again)
 
     def whole_where_twice(self, selected: Mapping[int, int]) -> Mapping[int, int]:
-        """Return `selected` (candidate -> bytes that it frees), with all bytes of each storage that goes more than once: it
-        then comes back from one host copy every time."""
+        """Return `selected` (candidate -> bytes that it frees), with all bytes of each storage that is away more than once.
+        Such a storage is copied back from the same host copy each time."""
         if not self.goes_twice:
             return selected
         times = Counter(self.tensor[i] for i in selected)
         return {i: nbytes if times[self.tensor[i]] == 1 else self.size[i] for i, nbytes in selected.items()}
 
     def peak_with(self, moves: ActionColumns) -> int:
-        """Peak of device memory under `moves`."""
+        """Return the peak of device memory under `moves`."""
         away = moves.away(len(self.level))
         return max([self.peak_of(self.level - away), *partial_move_peaks(moves, self.at_hook - away).values()])
 
 
-# --- Assigns hooks to the moves, so that memory is within the budget at every hook and copies have the most time:
+# --- Assign hooks to the moves, so that memory is within the budget at every hook and copies have as much time as possible:
 #
-# copies out    as soon as each may be sent; the engine runs them one after the other
-# copies back   last hook to first: memory needed at hook k is taken from the candidates used latest; they come back after k
+# copies out    as soon as each may begin; the engine runs them one after the other
+# copies back   last hook to first: memory needed at hook k is taken from the candidates used latest; their copies back follow k
 # reclaims      first hook to last: memory needed at hook k is reclaimed at k, from the candidates copied out first
-# in part       a part that stays briefly needs a buffer: at a hook with room for it, or the whole storage moves
+# in part       copying the staying part needs more memory for a moment: at a hook with room, or the whole storage moves
 #
-# Each sweep keeps at least as many bytes away as the selection found to be enough, so neither runs out of room. The plan leaves
-# out candidates that the sweeps never send away.
+# Each sweep keeps at least as many bytes away as the selection, so neither runs out of room. Candidates that the sweeps never
+# move are not in the plan.
 
 
 class Scheduled(NamedTuple):
-    """The candidates that move, in the order of their uses, which is the plan's order."""
+    """Candidates that move, in the order of their uses, which is the plan's order."""
 
     who: list[int]
     """Numbers of the candidates in the problem."""
@@ -160,8 +160,8 @@ def schedule(
 ) -> Scheduled:
     """Assign hooks to `selected` (candidate -> bytes), a selection for `problem`. Time: O(K + n log n).
 
-    send_from: (n,) hooks from which copies out begin; default: as soon as sendable. latest_return: for a selection, returns by
-    candidate the hook until which its copy back need not begin (`latest_back`); default: it begins as soon as there is room.
+    send_from: (n,) hooks from which copies out begin; default: as soon as sendable. latest_return: function from a selection to
+    the latest hooks at which copies back may begin, by candidate (`latest_back`); default: as soon as there is room.
     """
     selected = dict(selected)
     send_from = problem.sendable if send_from is None else send_from
@@ -183,10 +183,10 @@ def schedule(
 
 
 def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost) -> dict[int, int]:
-    """Return, by candidate, the last hook at which its copy back begins in time, if copies cross in the order of uses.
+    """Return, by candidate, the last hook at which its copy back can begin in time, if copies cross in the order of uses.
 
-    In time: it ends before the use, even if the other direction is always busy and compute never late. The program's
-    own copies cross when compute is at them.
+    In time means: it ends before the use, even if the other direction is always busy and compute is never late. The program's
+    own copies cross when compute reaches them.
     """
     who = sorted(selected, key=lambda i: (problem.use[i], i))
     if not who:
@@ -200,21 +200,21 @@ def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost) -
     their_us = cost.alone_us(np.array([copy.back_bytes for copy in theirs], np.int64), slower)
     between = np.searchsorted(clock[use], at_us)
     copy_us, due = np.insert(copy_us, between, their_us), np.insert(clock[use], between, at_us + their_us)
-    rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last
+    rest_us = np.cumsum(copy_us[::-1])[::-1]  # time of this copy and all later ones
     start = np.minimum.accumulate((due + rest_us - copy_us)[::-1])[::-1] - rest_us
     start = np.delete(start, between + np.arange(len(theirs)))
     hooks = np.searchsorted(clock, start, side="right") - 1
-    # Later hooks may share the time of a use, if only operators of no time are in between: clip to the use's hook.
+    # Later hooks may have the same time as a use, if operators in between take no time: clip to the hook of the use.
     return dict(zip(who, np.clip(hooks, 0, use).tolist(), strict=True))
 
 
 def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
-    """Return, by candidate, the first hook from which there is room for it until its use; the last used come back last.
+    """Return, by candidate, the first hook from which there is room for it until its use. Those used last are copied back last.
 
-    held: by candidate, a hook before which it does not come back even if there is room.
+    held: by candidate, a hook before which its copy back does not begin even if there is room.
     """
     first, use = problem.first, problem.use
-    waiting = sorted(selected, key=lambda i: (use[i], -first[i], i))  # the last one is the next to be away
+    waiting = sorted(selected, key=lambda i: (use[i], -first[i], i))  # the last entry is the next to be away
     holding = sorted(held, key=held.__getitem__)
     here = [0] * (len(problem.level) + 1)  # by hook: bytes that were not away before it
     in_at: dict[int, int] = {}
@@ -235,7 +235,7 @@ def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], hel
                 in_at[i] = k + 1
                 away += selected[i]
                 here[first[i]] += selected[i]
-    for i in holding:  # later memory does not need it; the reclaims may still prefer it
+    for i in holding:  # no hook over the budget needs them away, but a reclaim may choose them
         in_at.setdefault(i, held[i])
     return in_at
 
@@ -243,14 +243,14 @@ def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], hel
 def _reclaims(
     problem: Problem, budget: int, selected: Mapping[int, int], in_at: Mapping[int, int], send_from: Sequence[int]
 ) -> dict[int, int]:
-    """Return, by candidate, the last hook at which its memory must be reclaimed; the first copied out go first."""
+    """Return, by candidate, the last hook at which its memory must be reclaimed. Those copied out first are reclaimed first."""
     first, use = problem.first, problem.use
     who = sorted(in_at, key=lambda i: (send_from[i], use[i], i))
     arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
     climbs = problem.may_exceed_more.copy()
     climbs[list(in_at.values())] = True
     waiting: list[int] = []
-    back = [0] * (len(problem.level) + 1)  # by hook: bytes that are away, less those that went early
+    back = [0] * (len(problem.level) + 1)  # by hook: bytes that are away, less those reclaimed early
     reclaim_at: dict[int, int] = {}
     away, seen = 0, -1
     for k, excess in zip(*problem.over(budget, climbs), strict=True):
@@ -268,10 +268,10 @@ def _reclaims(
 
 
 def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], moves: ActionColumns) -> dict[int, int]:
-    """Move reclaims of partial moves earlier, and their returns later, to hooks with room to copy the part that stays.
+    """Move reclaims of partial moves earlier, and their copies back later, to hooks with room to copy the staying part.
 
-    Return candidate -> the least bytes that it must free, for each that finds no such hook. Earlier reclaims and later returns
-    can only lower memory, so other moves keep their room.
+    Return candidate -> minimum bytes that it must free, for each candidate without such a hook. Earlier reclaims and later
+    copies back can only lower memory, so other moves keep their room.
     """
     parts = moves.head.nonzero()[0].tolist()
     if not parts:
@@ -294,7 +294,7 @@ def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], move
 
 
 def _levels_within_hooks(problem: Problem, moves: ActionColumns) -> tuple[Int64s, Int64s]:
-    """(K,) bytes allocated within each hook: after reclaims of whole storages, before copies back; and after all actions."""
+    """Return two arrays (K,) of bytes allocated: after reclaims of whole storages, before copies back; after all actions."""
     after = moves.away(len(problem.level))
     before = np.concatenate((np.zeros(1, np.int64), after[:-1]))
     whole = moves.head == 0

@@ -1,13 +1,13 @@
-"""Recipes of a step: the storages that can be recomputed, by which operators, from which inputs, as its trace shows them.
+"""Recipes of a step, from its trace: the storages that can be recomputed, the operators for that, and their inputs.
 
 recipes = Recipes.of(trace, names)      # names: base names of operators that may run again; None: any
 recipes.makers[j]                       operators of forward that wrote storage j, in order: all of them run again
-recipes.inputs[j]                       other storages made in the step that they read
-recipes.can_drop[j]                     True if it may be dropped: saved, idle, and its inputs are there or can be recomputed
-recipes.can_hold[j]                     True if it may be held: unsaved, and there at a hook after it was written
+recipes.inputs[j]                       other storages made in the step that these operators read
+recipes.can_drop[j]                     True if it may be dropped: saved, idle, and its inputs exist or can be recomputed
+recipes.can_hold[j]                     True if it may be held: unsaved, and alive at a hook after it was written
 
-A storage from before the step is there at a recomputation too, unless a later operator may write to it, so it is not an input
-here. An operator cannot run again if one of its inputs is written before the recomputation. A view writes nothing.
+A storage from before the step is not an input here, because it exists at a recomputation too unless a later operator may write
+to it. An operator cannot run again if one of its inputs is written before the recomputation. A view writes nothing.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ ALWAYS = np.iinfo(np.int64).max
 """Tick after all ticks."""
 
 COPIED_BYTES = 64 * KIB
-"""Maximum size of a parameter or an input that a recipe copies if autograd does not save it, such as a bias: others may write
-to it after forward. A larger one may be read again only if backward reads it, as autograd then relies on it. Note [Relied on],
+"""Maximum size of a parameter or an input, such as a bias, that a recipe copies if autograd does not save it: others may write
+to it after forward. A larger one may be read again only if backward reads it, because autograd then needs it. Note [Relied on],
 `swap/recipe.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recipes:
-    """Recipe of each of the m storages of a trace. Storages and operators by number, moments by tick."""
+    """Recipe of each of the m storages of a trace. Storages and operators by number, times by tick."""
 
     trace: Trace
     candidates: Candidates
     row: Int64s
     """(m,) row of each in `candidates`; -1: not a candidate."""
     saved: Bools
-    """(m,) True if autograd saved it, so that it is there at a recomputation unless it is dropped."""
+    """(m,) True if autograd saved the storage, so that it exists at a recomputation unless it was dropped."""
     makers: list[tuple[int, ...]]
-    """(m,) operators that wrote it, in order; empty: it was there before the step, or cannot be recomputed."""
+    """(m,) operators that wrote the storage, in order; empty: it existed before the step, or cannot be recomputed."""
     inputs: list[tuple[int, ...]]
-    """(m,) other storages made in the step that its makers read."""
+    """(m,) other storages made in the step that the makers read."""
     fresh: list[tuple[int, ...]]
     """(n,) storages that each operator of forward makes."""
     reads: list[tuple[int, ...]]
@@ -54,34 +54,34 @@ class Recipes:
     """Storages that forward makes, in the order of their last writes: inputs before the storages made from them."""
     can_drop: Bools
     can_recompute: Bools
-    """(m,) True if its makers may run again as a part of any recomputation that needs it."""
+    """(m,) True if the makers may run again in any recomputation that needs the storage."""
     needed_until: Int64s
-    """(m,) latest tick at which a recomputation may read it; -1: never."""
+    """(m,) latest tick at which a recomputation may read the storage; -1: never."""
     last_write: Int64s
-    """(m,) tick of the last operator that wrote each; NEVER: none did."""
+    """(m,) tick of the last operator that wrote the storage; NEVER: none did."""
     can_hold: Bools
     hold_hook: Int64s
-    """(m,) first hook after its last write; the number of hooks: there is none."""
+    """(m,) first hook after the last write; the number of hooks if there is none."""
     is_kept: Bools
-    """(m,) True if backward reads it though no hook saved it: autograd keeps it in place, as it does small tensors."""
+    """(m,) True if backward reads the storage although no hook saved it: autograd keeps it, for example if it is small."""
     alone_hook: Int64s
-    """(m,) first hook at which a storage made from it may be dropped: the model has released it, or autograd keeps it."""
+    """(m,) first hook at which storages made from this one may be dropped: the model has released it, or autograd keeps it."""
     compare_us: Float64s
-    """(m,) time to compare it with the original, if it is dropped: each of two checksums reads every byte."""
+    """(m,) time in us to compare a recomputed storage with the original: each of two checksums reads every byte."""
 
     @classmethod
     def of(
         cls, trace: Trace, names: Collection[str] | None, refused: Collection[int] = (), *, cost: LinkCost | None = None
     ) -> Recipes:
-        """Return the recipes of `trace`. `refused`: storages that may not be recomputed. `cost`: prices comparisons; None: they
-        take no time. O(ticks + storages)."""
+        """Return the recipes of `trace`. `refused`: storages that may not be recomputed. `cost`: cost of comparisons; None:
+        they take no time. O(ticks + storages)."""
         return _Finder(trace, names).recipes(refused, cost)
 
     def shares_us(
         self, size: Sequence[float], order: Sequence[int], shared: Sequence[bool], can_drop: Sequence[bool]
     ) -> list[float]:
-        """(m,) time of the operators that make each of `order`, and of comparing it with the original if it `can_drop`. An
-        operator that makes several `shared` ones is shared by `size`."""
+        """Return (m,): time of the operators that make each storage of `order`, plus the comparison with the original if it
+        `can_drop`. If an operator makes several `shared` storages, its time is divided by `size`."""
         op_us = self.trace.op_us.tolist()
         us = [0.0] * len(size)
         for j in order:
@@ -94,7 +94,7 @@ class Recipes:
 
 
 class _Finder:
-    """Finds the recipes of a trace."""
+    """Finder of the recipes of a trace."""
 
     def __init__(self, trace: Trace, names: Collection[str] | None) -> None:
         self._trace = trace
@@ -113,7 +113,7 @@ class _Finder:
         updates = batch_norm[trace.op_name[op]] & (trace.tensor_kind[written] == TensorKind.BUFFER)
         updated = reads_statistics & np.isin(self._read_op * m + self._read, op[updates] * m + written[updates])
         self._may_run[self._read_op[reads_statistics & ~updated]] = False
-        # A batch norm runs again without the statistics that it updates, which it does not need.
+        # A batch norm runs again without its running statistics, which it does not need.
         self._read_op, self._read = self._read_op[~updated], self._read[~updated]
         self._in_backward = np.zeros(m, np.bool_)
         self._in_backward[self._read[trace.op_phase[self._read_op] == StepPhase.BACKWARD]] = True
@@ -128,7 +128,7 @@ class _Finder:
         self._write_op, self._written, self._updates = op[~is_view], written[~is_view], updates[~is_view]
         self._write_tick = trace.op_tick[self._write_op].astype(np.int64)
         self._last_write = np.full(m, NEVER, np.int64)
-        self._last_write[self._written] = self._write_tick  # ticks rise: the last one assigned stays
+        self._last_write[self._written] = self._write_tick  # ticks rise, so the last assignment stays
         first_write = np.full(m, NEVER, np.int64)
         first_write[self._written[::-1]] = self._write_tick[::-1]
         self._is_fresh = (first_write[self._written] == self._write_tick) & (
@@ -137,12 +137,12 @@ class _Finder:
         self._valid_until = self._inputs_stay_until()
 
     def _inputs_stay_until(self) -> Int64s:
-        """(n,) tick of the next write to an input of each operator; -1 if an input made in the step is written again. Inputs
-        that the operator itself writes do not count, unless they were there before the step."""
+        """Return (n,): tick of the next write to an input of each operator; -1 if an input made in the step is written again.
+        Inputs that the operator itself writes do not count, unless they existed before the step."""
         trace, m = self._trace, len(self._trace.tensor_bytes)
         keys = np.sort(self._written * (trace.num_ticks + 1) + self._write_tick)
         tick = trace.op_tick[self._read_op].astype(np.int64)
-        # Include the own tick for inputs from before the step: a write by the operator itself counts.
+        # For inputs from before the step include the operator's own tick: its own write counts.
         wanted = self._read * (trace.num_ticks + 1) + tick + self._in_step[self._read]
         at = np.searchsorted(keys, wanted)
         found = np.append(keys, ALWAYS)[at]
@@ -213,11 +213,11 @@ class _Finder:
     def _by_storage(
         self,
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], Int64s]:
-        """Return makers, inputs, reads, fresh and stays. stays: (m,) tick of the next write to an input of a storage's makers;
-        -1: the storage cannot be recomputed."""
+        """Return makers, inputs, reads, fresh and stays. stays: (m,) tick of the next write to an input of the storage's
+        makers; -1: the storage cannot be recomputed."""
         m, n = len(self._trace.tensor_bytes), len(self._trace.op_us)
         over = np.bincount(self._write_op[~self._is_fresh & ~self._updates], minlength=n)
-        # An operator that writes to an existing storage can only recompute that one storage.
+        # An operator that writes to an existing storage can recompute only that storage.
         good = self._may_run[self._write_op] & np.where(self._is_fresh, over[self._write_op] == 0, over[self._write_op] == 1)
         stays = np.full(m, ALWAYS, np.int64)
         np.minimum.at(stays, self._written, np.where(good, self._valid_until[self._write_op], -1))
@@ -248,9 +248,9 @@ class _Finder:
 
 
 def _pass_us(trace: Trace, cost: LinkCost) -> Float64s:
-    """(m,) time in which a kernel with little arithmetic passes through each storage: at the rate of forward's elementwise
-    operators by the bytes that they read and write, and at least the shortest one's. If there are none: at the rate of copies
-    within device memory. The program's own copies over the link are no such operators."""
+    """Return (m,): time in which a kernel with little arithmetic reads each storage: at the rate of forward's elementwise
+    operators, by the bytes that they read and write, and at least as long as the shortest of them. Without such operators: at
+    the rate of copies within device memory. The program's own copies over the link do not count."""
     elementwise = np.array([base_name(name) in ELEMENTWISE for name in trace.op_names], np.bool_)
     on_device = (trace.op_out_bytes == 0) & (trace.op_back_bytes == 0)
     which = elementwise[trace.op_name] & (trace.op_phase == StepPhase.FORWARD) & on_device

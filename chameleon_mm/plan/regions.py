@@ -1,14 +1,14 @@
 """Compiled regions of a trace, and the same trace with another partition of them.
 
-    regions_of(trace)                       # what each forward saved, and the backward that uses it
-    with_partition(trace, share)            # each saves `share` of that, and remakes the rest within its backward
+    regions_of(trace)                       # the storages that each forward saved, and the backward that uses them
+    with_partition(trace, share)            # each region saves `share` of them, and recomputes the rest in its backward
 
-A region's backward takes all that its forward saved at once. So what a region saves may be away between both, but not while
-either runs: of a region that is the whole model, swapping keeps nothing away at the peak. A partition does: the compiler splits
-the graph so that less is saved, and more remade inside of the backward.
+A region's backward reads everything that its forward saved at the same time. So its saves may be on the host between forward
+and backward, but not while either runs. If the region is the whole model, swapping does not lower the peak. A partition does:
+the compiler splits the graph so that forward saves less, and backward recomputes more.
 
-A share is torch's `activation_memory_budget`. The estimate: bytes in proportion to it, and for what is remade the same part of
-the forward's time. What the compiler really chooses is recorded after it has compiled.
+A share is torch's `activation_memory_budget`. The estimate has two parts: saved bytes are in proportion to the share, and
+recomputation takes the same part of the forward's time. The compiler's real choice is recorded after compilation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from chameleon_mm.units import format_size, format_us
 FORWARD, BACKWARD = "compiled::forward", "compiled::backward"
 
 SHARES = (0.75, 0.5, 0.25, 0.1, 0.0)
-"""Partitions that are tried besides torch's own, which is 1."""
+"""Shares to try besides torch's own, which is 1."""
 
 MISSED = 0.1
-"""Part of what a partition was to leave out that it is assumed to save all the same: whole storages go, and some are remade
+"""Part of the bytes to recompute that a partition is assumed to save nevertheless: it saves whole storages, and recomputes some
 long before their use."""
 
 WORTH_COMPILING = 0.02
-"""Share of the step that another partition must save, for regions to be compiled once more."""
+"""Minimum share of the step's time that another partition must gain before regions are compiled once more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class TracedRegion:
     """One call of a compiled region in a step."""
 
     forward: int
-    """Number of the operator."""
+    """Number of the forward operator."""
     backward: int
-    """The same; -1: none used what it saved."""
+    """Number of the backward operator; -1: no operator used the saves."""
     saved: tuple[int, ...]
-    """Numbers of the storages that it made and saved."""
+    """Numbers of the storages that the region made and saved."""
     place: SavePlace
 
 
 def regions_of(trace: Trace) -> list[TracedRegion]:
-    """Return the calls of regions that saved something."""
+    """Return the calls of regions that saved any storage."""
     forward, backward = (trace.op_names.index(name) if name in trace.op_names else -1 for name in (FORWARD, BACKWARD))
     ends = [*trace.op_tick[1:].tolist(), trace.num_ticks]
     found = []
@@ -67,7 +67,7 @@ def regions_of(trace: Trace) -> list[TracedRegion]:
 
 
 def with_partition(trace: Trace, share: float) -> Trace:
-    """Return `trace` with regions that save `share` of their bytes, and `MISSED` of the rest."""
+    """Return `trace` with regions that save `share` of their bytes, plus `MISSED` of the rest."""
     kept_share = share + MISSED * (1 - share)
     nbytes, op_us = trace.tensor_bytes.copy(), trace.op_us.copy()
     for region in regions_of(trace):
@@ -79,18 +79,18 @@ def with_partition(trace: Trace, share: float) -> Trace:
 
 
 class PartitionChoice:
-    """Choice of one partition for all regions of a program, once, by a step of them as they were first compiled."""
+    """Choice of one partition for all regions of a program. Made once, from a step with the regions as first compiled."""
 
     def __init__(self) -> None:
         self.is_made = False
         self.share: float | None = None
-        """Torch's `activation_memory_budget` that they are compiled with; None: torch's own partition stays."""
+        """Torch's `activation_memory_budget` for the regions; None: torch's own partition stays."""
         self.text = ""
-        """What was chosen, and the alternatives. Empty: no region was recorded."""
+        """Text about the choice and the alternatives. Empty: no region was recorded."""
 
     def make(self, trace: Trace, own: float | None, step_us: Callable[[Trace], float | None], *, present: float = 1.0) -> None:
-        """Choose for the step of `trace`, if it has regions. `step_us(trace)`: time by its best plan; None: it has none. `own`:
-        this time of `trace` itself. `present`: the least share that its regions were compiled with."""
+        """Choose for the step of `trace`, if it has regions. `step_us(trace)`: time of a step with its best plan; None: there
+        is no plan. `own`: this time for `trace` itself. `present`: minimum share with which its regions were compiled."""
         if not regions_of(trace):
             return
         self.is_made = True
@@ -114,8 +114,8 @@ def _time(us: float | None) -> str:
 
 
 def region_lines(trace: Trace) -> list[str]:
-    """Return one line for each region: where it is, how often it ran, what it saved, and its times. Blocks that differ in the
-    numbers of their paths alone share a line."""
+    """Return one line for each region: its place, number of runs, saved bytes and times. Blocks whose paths differ only in
+    numbers share a line."""
     alike: dict[str, list[TracedRegion]] = {}
     for region in regions_of(trace):
         alike.setdefault(re.sub(r"\d+", "*", str(region.place)) or "at an unknown place", []).append(region)

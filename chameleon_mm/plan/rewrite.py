@@ -1,14 +1,14 @@
-"""A trace rewritten for dropped and held storages, so that the swap planner and `simulate` need no notion of recomputation.
+"""Rewrite a trace for dropped and held storages, so that the swap planner and `simulate` need not know recomputation.
 
 rewritten = RewrittenTrace.of(recipes, dropped, held)
 rewritten.trace              a dropped storage dies at the hook of its drop, and is made again after a hook of backward
 rewritten.hook_of[k]         number in the rewritten trace of hook k of the step
-rewritten.origin[q]          hook of the step at which hook q of the rewritten trace is; it rises with q
+rewritten.origin[q]          hook of the step to which hook q of the rewritten trace belongs; it rises with q
 rewritten.to_step(moves)     moves for the rewritten trace -> moves for the step; `from_step` is the inverse
 
 hook k of the step           rewritten
-use of j (dropped)           hook k     reclaims, copies out, copies back with no use of their own at k
-                             uses       one hook for each storage that the recomputation reads and that was not used before
+use of j (dropped)           hook k     reclaims, copies out, copies back without a use at k
+                             uses       one hook per storage that the recomputation reads and that was not used before
                              operators  of the recomputation, as operators of backward
 next tick                    next tick
 
@@ -29,14 +29,14 @@ from chameleon_mm.plan.trace import NEVER, Int32s, Int64s, StepPhase, TensorKind
 from chameleon_mm.plan.unswapped_memory import Candidates
 from chameleon_mm.units import CHECKSUM_BYTES, allocated_size
 
-# --- The recomputations of a step for a choice of dropped and held storages: when, by which operators, from which inputs
+# --- Recomputations of a step for a choice of dropped and held storages: their hooks, operators and inputs
 #
-# A recomputation at a dropped storage's first use reads storages that are there: from before the step, saved by autograd, or
-# held. Saved storages on the way that were dropped as well are recomputed too, and stay until their own use. All others are
-# made as a part of the recomputation, and freed within it.
+# A recomputation at a dropped storage's first use reads storages that exist: from before the step, saved by autograd, or held.
+# Saved storages that it needs and that were dropped are recomputed too, and stay until their own use. All other storages that
+# it needs are made in the recomputation, and freed within it.
 
 CHECKSUMS_IN_PAGE = 512
-"""Number of checksums whose memory is allocated together: two for each dropped storage, of the original and of the copy."""
+"""Number of checksums whose memory is allocated together. A dropped storage has two: of the original and of the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class Recomputation:
     ops: tuple[int, ...]
     """Operators of forward that run again, in forward's order."""
     made: tuple[int, ...]
-    """Dropped storages that are there from then on."""
+    """Dropped storages that exist from then on."""
     passing: tuple[int, ...]
-    """Storages that are made on the way, and freed after their last reader in this recomputation."""
+    """Storages that are made in between, and freed after their last reader in this recomputation."""
     sources: tuple[int, ...]
-    """Storages made in the step that it reads and that are there: saved, held, or recomputed before."""
+    """Existing storages, made in the step, that the recomputation reads: saved, held, or recomputed earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +60,16 @@ class Recomputations:
 
     by_hook: tuple[Recomputation, ...]
     dropped: tuple[int, ...]
-    """Dropped storages by number, without those that a recomputation needs before they could be dropped."""
+    """Dropped storages by number, except those that a recomputation needs before they could be dropped."""
     held: tuple[int, ...]
     """Held storages by number: those that a recomputation reads."""
     first: Mapping[int, int]
     """Hook from which each dropped storage is away: only its handle holds it, and only the session holds its held inputs."""
 
     def bytes_beside(self, trace: Trace) -> int:
-        """Bytes that recomputations take besides storages of the step: pages of checksums, and copies of small inputs such as
-        biases. Copied inputs are from before the step and not read in backward: autograd saves inputs that it reads, and keeps
-        the original."""
+        """Return the bytes of recomputations besides storages of the step: pages of checksums, and copies of small inputs such
+        as biases. Copied inputs are from before the step and not read in backward, because autograd saves and keeps inputs that
+        it reads."""
         again = np.unique([op for recomputation in self.by_hook for op in recomputation.ops])
         reader = trace.op_of_read()
         read = np.unique(trace.read_tensors[np.isin(reader, again)])
@@ -81,9 +81,9 @@ class Recomputations:
 
 
 def find_recomputations(recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> Recomputations:
-    """Return the recomputations for a choice of `dropped` and `held`. Storages that cannot be dropped are left out.
+    """Return the recomputations for a choice of `dropped` and `held`. Storages that cannot be dropped are ignored.
 
-    Raises `ValueError` if a recomputation would need a storage that is neither there nor can be recomputed.
+    Raises `ValueError` if a recomputation needs a storage that does not exist and cannot be recomputed.
     """
     candidates, alone = recipes.candidates, recipes.alone_hook.tolist()
     idle = dict(zip(candidates.tensor.tolist(), candidates.first.tolist(), strict=True))
@@ -114,10 +114,10 @@ class _Walk:
         self._held = held
         self._saved: list[bool] = recipes.saved.tolist()
         self.recomputed: set[int] = set()
-        """Dropped storages that a recomputation so far made."""
+        """Dropped storages made by the recomputations so far."""
 
     def to(self, target: int, hook: int) -> Recomputation:
-        """Return the recomputation of `target`, with what it makes besides."""
+        """Return the recomputation of `target`, with the other storages that it makes."""
         recipes, recomputed, dropped = self._recipes, self.recomputed, self._dropped
         seen, ops = {target}, set[int]()
         sources: dict[int, None] = {}
@@ -154,12 +154,12 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewrittenTrace:
-    """A step with its recomputations. Storages keep the step's numbers; recomputed ones come after."""
+    """Trace of a step with its recomputations. Storages keep the step's numbers; recomputed storages follow."""
 
     trace: Trace
     recomputations: Recomputations
     tick_of: Int64s
-    """(ticks of the step,) number of each in the rewritten trace; ticks inserted into it follow."""
+    """(ticks of the step,) number of each in the rewritten trace. Inserted ticks follow it."""
     hook_of: Int64s
     """(hooks of the step,) number of each in the rewritten trace."""
     origin: Int64s
@@ -167,7 +167,7 @@ class RewrittenTrace:
     made_at: dict[int, int]
     """For each dropped storage, the hook of the step at which it is recomputed."""
     recompute_us: float
-    """Time of the operators that run again, and of comparing their results."""
+    """Time of the operators that run again and of the comparisons."""
 
     @classmethod
     def of(cls, recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> RewrittenTrace:
@@ -181,8 +181,8 @@ class RewrittenTrace:
         return replace(moves, **{name: self.origin[getattr(moves, name)] for name in hooks})
 
     def from_step(self, moves: ActionColumns, use_at: Int64s) -> ActionColumns:
-        """Return moves of the step in this trace's hooks, `use_at` being the hooks here at which each is used. At a hook of the
-        step a copy back for a later use is queued after those that the recomputation there needs."""
+        """Return moves of the step in this trace's hooks. `use_at`: hooks here at which each is used. At a hook of the step,
+        copies back for a later use are queued after those for the recomputation there."""
         last = np.append(self.hook_of[1:], len(self.origin)) - 1
         on_demand = moves.in_at == moves.use_at
         return replace(
@@ -194,7 +194,7 @@ class RewrittenTrace:
         )
 
     def moves_of(self, swaps: Sequence[Action]) -> ActionColumns:
-        """Return actions of the step as moves here."""
+        """Return actions of the step as moves of this trace."""
         candidates = Candidates.of(self.trace)
         use = np.full(len(self.trace.tensor_bytes), -1, np.int64)
         use[candidates.tensor] = candidates.use
@@ -202,12 +202,12 @@ class RewrittenTrace:
         return self.from_step(ActionColumns.of(swaps, self.trace), use[tensors])
 
     def by_tick(self, values: Int64s) -> Int64s:
-        """(ticks of the step,) maximum of `values`, one per tick here, over the ticks that belong to each tick of the step."""
+        """Return (ticks of the step,): maximum of `values`, one per tick here, over the ticks of each tick of the step."""
         return np.maximum.reduceat(values, self.tick_of) if len(self.tick_of) else values
 
 
 class _Writer:
-    """Writes one rewritten trace: first the rows inserted after each tick, then the columns."""
+    """Writer of one rewritten trace: first the rows inserted after each tick, then the columns."""
 
     def __init__(self, recipes: Recipes, recomputations: Recomputations) -> None:
         self._recipes = recipes
@@ -216,18 +216,18 @@ class _Writer:
         self._held = frozenset(recomputations.held)
         self._dropped = frozenset(recomputations.dropped)
         by_row = (recipes.candidates.use, recipes.candidates.last_use)
-        self._use, self._last_use = (np.append(hooks, -1)[recipes.row].tolist() for hooks in by_row)  # -1: no candidate
+        self._use, self._last_use = (np.append(hooks, -1)[recipes.row].tolist() for hooks in by_row)  # -1: not a candidate
         self._hooks = self._inserted_hooks()
         counts = np.zeros(self._old.num_ticks + 1, np.int64)
         for hooks, recomputation in zip(self._hooks, recomputations.by_hook, strict=True):
             counts[self._old.hook_tick[recomputation.hook]] = len(hooks) + len(recomputation.ops)
         self._end = np.arange(self._old.num_ticks + 1) + np.cumsum(counts)
-        """(ticks + 1,) last tick here of each tick of the step."""
+        """(ticks + 1,) last tick here that belongs to each tick of the step."""
         self._tick_of: Int64s = np.append(0, self._end[:-1] + 1)[: self._old.num_ticks]
 
     def _inserted_hooks(self) -> list[list[int]]:
-        """Return the storages that each recomputation uses by hooks of its own: those that it brings back before their own
-        first use or keeps beyond their last, and held ones."""
+        """Return the storages for which each recomputation needs hooks of its own: storages read before their first use or
+        after their last use, and held storages."""
         first_read: dict[int, int] = {}
         last_read: dict[int, int] = {}
         for i, recomputation in enumerate(self._recomputations.by_hook):
@@ -289,7 +289,7 @@ class _Writer:
             hook_tick=hook_tick[hook_order].astype(np.int32),
             hook_use=np.concatenate((old.hook_use, np.ones(len(hooks), np.bool_)))[hook_order],
             hook_tensor=np.concatenate((old.hook_tensor, hooks[:, 0].astype(np.int32)))[hook_order],
-            # No storage is swapped between two uses in a step that recomputes: recomputations read it there.
+            # In a step that recomputes, no storage is swapped between two uses: recomputations may read it.
             hook_released=np.full(len(hook_order), NEVER, np.int32),
             hook_feature=np.concatenate((old.hook_feature, none))[hook_order],
             fingerprint=old.fingerprint,
@@ -305,7 +305,7 @@ class _Writer:
         )
 
     def _old_tensors(self) -> dict[str, Any]:
-        """Columns of the step's storages. Moments are in the rewritten trace's ticks, hooks still in the step's numbers."""
+        """Return the columns of the step's storages: ticks of the rewritten trace, but hooks still in the step's numbers."""
         old = self._old
         born, released = old.tensor_born.astype(np.int64), old.tensor_released.astype(np.int64)
         tick_of = np.append(self._tick_of, self._end[-1])
@@ -341,7 +341,7 @@ class _Writer:
                 op_rows.append((o, at, 0.0))
                 last_read.update(dict.fromkeys(recipes.reads[o], at))
             end = tick + len(recomputation.ops)
-            # Both checksums, though one is computed in forward.
+            # The time of both checksums, although one is taken in forward.
             compared_us = float(recipes.compare_us[list(recomputation.made)].sum())
             op_rows[-1] = (*op_rows[-1][:2], compared_us)
             made, passing = set(recomputation.made), set(recomputation.passing)
@@ -379,21 +379,21 @@ class _Writer:
         held = np.array(self._recomputations.held, np.int64)
         natural = old.tensor_dies[held].astype(np.int64)
         tensors["released"][held] = np.where(natural < old.num_ticks, self._end[natural], NEVER)
-        # Only when the model has released it does its copy surely have the contents that recipes read: Note [Relied on].
+        # Its copy is certain to have the bytes that recipes read only if made after the model released it: Note [Relied on].
         since = np.where(recipes.is_kept[held], recipes.hold_hook[held], recipes.alone_hook[held])
         sendable[held] = hook_of[np.minimum(since, len(hook_of) - 1)]
         tensors["kind"][held] = TensorKind.ACTIVATION
 
 
 def _ragged(name: str, offsets: Int64s, values: Int32s, rows: Int64s) -> dict[str, Any]:
-    """Columns of the ragged rows `rows`, in that order."""
+    """Return the columns of the ragged rows `rows`, in that order."""
     lengths = np.diff(offsets)[rows]
     new = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
     index = np.arange(new[-1]) - np.repeat(new[:-1] - offsets[:-1][rows], lengths)
     return {f"{name}_offsets": new, f"{name}_tensors": values[index]}
 
 
-# --- The rewritten trace of a plan that recomputes, and the actions that record its choice
+# --- Rewritten trace of a plan that recomputes, and the actions that record its choice
 
 
 def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
@@ -402,7 +402,7 @@ def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
 
 
 def choice_actions(recipes: Recipes, rewritten: RewrittenTrace) -> tuple[Action, ...]:
-    """Return actions of dropped storages, by hook of recomputation, then of held ones, by hook of their first reader."""
+    """Return actions: first of dropped storages, by hook of recomputation; then of held ones, by hook of their first reader."""
     nbytes = recipes.trace.tensor_bytes
     first_read: dict[int, int] = {}
     for recomputation in rewritten.recomputations.by_hook:

@@ -1,8 +1,8 @@
-"""The default rule, which moves saved tensors where no plan does; forecasts for it from the previous step; its limits.
+"""Default rule, which moves saved tensors in steps without a plan; its forecasts from the previous step; its limits.
 
 rule.reason_to_keep(facts)            -> None to swap, or the reason why a saved tensor stays
 rule.gathers(facts, ...)              -> True if a small view moves without the rest of its storage
-forecast.need(ahead)                  -> bytes to leave free until the next check of memory
+forecast.need(ahead)                  -> bytes to keep free until the next check of memory
 order.upcoming(index)                 -> saved storages in the order in which the previous step used them
 """
 
@@ -18,31 +18,31 @@ from chameleon_mm.units import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFacts:
-    """Facts about one saved tensor by which the default rule decides."""
+    """Facts about one saved tensor, for the default rule."""
 
     nbytes: int
-    """Bytes of its whole storage."""
+    """Bytes of the tensor's whole storage."""
     covered_bytes: int | None = None
     """Bytes of the storage that the saved view covers; None: all of them, or unknown."""
     kind: str = ""
-    """Reason why it must not move ("parameter", "leaf", "subclass", ...); empty for a plain activation."""
+    """Reason why the tensor must not move ("parameter", "leaf", "subclass", ...); empty for a plain activation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultRule:
-    """Every saved storage of `min_bytes` or more moves, except parameters and tensors that the executor cannot rebuild."""
+    """Rule that moves each saved storage of at least `min_bytes`, except parameters and tensors that cannot be rebuilt."""
 
     min_bytes: int = MIB
-    """Minimum size to move: in dense LLMs tensors below 1 MiB are 0.1 % of the bytes and 20 % of the copies."""
+    """Minimum size to move. In dense LLMs, tensors below 1 MiB are 0.1 % of the bytes and 20 % of the copies."""
 
     gather_share: float = 0.25
-    """Maximum share of their storage that views may cover together and move without the rest of it; 0: never.
+    """Maximum share of a storage. Views that together cover at most this share move without the rest of it; 0: never.
 
-    The storage may be saved whole later in the step, so this bounds the bytes that then move twice.
+    The storage may be saved whole later in the step. So this share bounds the bytes that then move twice.
     """
 
     max_gathered: int = 8
-    """Maximum views of one storage that are gathered, one kernel each; after that the whole storage moves, in one copy."""
+    """Maximum number of views of one storage to gather, one kernel each. With more, the whole storage moves in one copy."""
 
     def reason_to_keep(self, facts: SaveFacts) -> str | None:
         if facts.kind:
@@ -52,14 +52,14 @@ class DefaultRule:
         return "small" if facts.nbytes < self.min_bytes else None
 
     def gathers(self, facts: SaveFacts, *, views: int, view_bytes: int) -> bool:
-        """True if this view moves alone, after `views` of the same storage, `view_bytes` together, already have."""
+        """True if this view is gathered. `views`: number of views of the storage gathered before; `view_bytes`: their bytes."""
         if facts.covered_bytes is None or views >= self.max_gathered:
             return False
         return view_bytes + facts.covered_bytes <= facts.nbytes * self.gather_share
 
 
 DEFAULT_BUDGET_SHARE = 0.9
-"""Share of the device's capacity that is the budget if none is given. The rest is for fragmentation and memory outside the
+"""Budget as a share of the device's capacity, if none is given. The rest is for fragmentation and memory outside the
 allocator."""
 
 
@@ -70,35 +70,35 @@ class Limits:
     hbm_budget_bytes: int | None = None
     """Maximum allocated bytes; None: no budget, only the two limits below."""
     leaving_bytes: int | None = None
-    """HBM that copies out may hold before compute waits for the oldest; None: only the budget decides."""
+    """Device memory that copies out may hold before compute waits for the oldest; None: only the budget decides."""
     ahead_bytes: int | None = None
-    """HBM that prefetches may hold before their first use; None: only the budget decides."""
+    """Device memory that prefetches may hold before their first use; None: only the budget decides."""
 
 
 class Headroom:
-    """Forecast of how far allocation grows between two checks of memory, learned from the previous step.
+    """Forecast of the growth of allocation between two checks of memory, learned from the previous step.
 
     Position k is the k-th check of a step. The growth of the cumulative allocation from check k to check k + 1 bounds the peak
-    in between, because frees do not lower it. There is no forecast (None), and the caller keeps as much free as it can: in the
-    first step, after a step that did not end, and beyond the last check of the previous step.
+    in between, because frees do not lower it. There is no forecast (None) in the first step, after a failed step, and beyond
+    the last check of the previous step. Then the caller keeps as much memory free as it can.
 
-    Growth beyond the forecast means that this step is larger, for example a longer batch: all its later forecasts grow in the
-    same proportion. If the exceeded forecast was 0 there is no proportion, and no forecast for the rest of the step.
+    If the growth exceeds the forecast, this step is larger, for example a longer batch. Its later forecasts then grow in the
+    same proportion. If the exceeded forecast was 0, the rest of the step has no forecast.
     """
 
     WINDOW = 2
-    """Number of neighbours on each side that count too, so that a sequence shifted by one or two checks is still covered."""
+    """Number of neighbour checks on each side that a forecast covers, in case the sequence is shifted by one or two checks."""
 
     def __init__(self) -> None:
         self._known: list[int] = []
         self._growing: list[int] = []
         self._scale: float | None = 1.0
-        """Factor by which this step is larger than the previous one, so far."""
+        """Factor by which this step is larger than the previous one, as far as seen."""
 
     def record(self, growth_bytes: int) -> None:
         """Record the growth since the previous check of this step; at the end of the step, since the last check."""
         at, scale = len(self._growing), self._scale
-        # A forecast is at least the known growth of this very check, so usually no forecast needs to be computed.
+        # A forecast is at least the known growth of this very check, so it is usually not computed.
         if scale is not None and at < len(self._known) and growth_bytes > scale * self._known[at]:
             predicted = self.need()
             if predicted is not None and growth_bytes > predicted:
@@ -111,27 +111,27 @@ class Headroom:
         return len(self._growing)
 
     def need(self, ahead: int = 0) -> int | None:
-        """Bytes to leave free until the next check, or the maximum until any of the next `ahead` checks; None: unknown."""
+        """Return the bytes to keep free until the next check, or until the `ahead` checks after it; None: unknown."""
         position = self.position
         if self._scale is None or position >= len(self._known):
             return None
         return ceil(self._scale * max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead]))
 
     def most(self, ahead: int = 0) -> int | None:
-        """Maximum growth in bytes until any check of the previous step, for any `ahead`, scaled by how much larger this step
-        is. None: unknown."""
+        """Return the maximum of `need` over all positions of the previous step, in bytes, scaled by the size of this step.
+        None: unknown."""
         if self._scale is None or not self._known:
             return None
         return ceil(self._scale * max(self._known))
 
     def end_step(self, *, completed: bool = True) -> None:
-        """End the step and expect the next one to be like it; without a forecast if it did not end normally (an exception)."""
+        """End the step, and expect the next step to be like it. After an exception (not `completed`), make no forecast."""
         self._known, self._growing, self._scale = (self._growing if completed else []), [], 1.0
 
 
 @dataclass(slots=True)
 class UseOrder:
-    """Order in which backward uses saved storages: as in the previous step; in the first step, last saved first."""
+    """Order in which backward uses saved storages, as in the previous step. In the first step: last saved first."""
 
     _learned: list[int] = field(default_factory=list)
     _position: dict[int, int] = field(default_factory=dict)
@@ -142,19 +142,18 @@ class UseOrder:
         self._current.setdefault(index)
 
     def upcoming(self, index: int, at_most: int) -> Iterator[int]:
-        """Numbers of the storages likely to be used after `index`, soonest first."""
+        """Return the numbers of the storages expected to be used after `index`, soonest first."""
         position = self._position.get(index)
         if position is None:
             return iter(range(index - 1, max(-1, index - 1 - at_most), -1))
         return islice(self._learned, position + 1, position + 1 + at_most)
 
     def rank(self, index: int) -> int:
-        """Rank of `index` in the expected order: higher is later. Unknown ones are sooner than known ones."""
+        """Return the rank of `index` in the expected order: higher is later. Unknown storages come before known ones."""
         return self._position.get(index, -index)
 
     def end_step(self, *, completed: bool = True) -> None:
-        """End the step and expect the next one to use its saved storages in the same order, unless this one did not end
-        normally."""
+        """End the step. If it `completed`, expect the next step to use its saved storages in the same order."""
         current, self._current = self._current, {}
         if completed and (current or self._learned):
             self._learned = list(current)

@@ -1,12 +1,12 @@
-"""Searches for the fastest plan within both budgets: by several ranks, and by a local search if candidates are few.
+"""Search for the fastest plan within both budgets: by several ranks, and by a local search if there are few candidates.
 
 search = Search(problem, limits)
-search.try_ranks()          selections by a few ranks; enough if nothing stalls
-search.try_swap_all()       swapping all candidates, at several depths: the result is never worse than that
-search.improve(drafts)      random small changes to the best ones, kept if they are hardly worse (selection.py)
+search.try_ranks()          try selections by a few ranks; enough if nothing stalls
+search.try_swap_all()       try to swap all candidates, at several depths, so that the result is never worse than that
+search.improve(drafts)      make random small changes to the best plans, kept if hardly worse (selection.py)
 search.found                tentative plans, in the order in which they were found; `search.best` is the best
 
-The number of tries falls with the problem's size: one or two for a million operators, thousands for a dozen candidates.
+Larger problems get fewer tries: one or two for a million operators, thousands for a dozen candidates.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from chameleon_mm.plan.swap_plan import in_order, pinned_peak
 from chameleon_mm.plan.timing import LinkCost, walk
 
 _CANDIDATES_BY_RANK = 2_000
-"""Maximum candidates times ranks to try, not counting the first rank. *Evenly* is always tried."""
+"""Maximum of candidates times tried ranks, without the first rank. *Evenly* is always tried."""
 _CLIMBS = 3
 """Number of selections from which the local search starts."""
 _STRICTNESS = 30.0
-"""Inverse of the mean share by which an accepted change of the local search may be worse."""
+"""Inverse of the mean share by which the local search lets an accepted change be worse."""
 _MOST_VARIED = 16
-"""Maximum number of candidates for a local search: of more, a single one hardly matters, and ranks do as well."""
+"""Maximum number of candidates for a local search. With more, a single candidate hardly matters, and ranks do as well."""
 _NO_WORSE_US = 1e-6
-"""Difference below which times are equal: the rest is rounding."""
+"""Difference in us below which times count as equal, because of rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLimits:
-    """Budgets and the link, as `generate_plan` takes them."""
+    """Budgets and link: the arguments of `generate_plan`."""
 
     budget: int
     host_budget: int | None
@@ -46,7 +46,7 @@ class PlanLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A tentative plan within both budgets, with its cost."""
+    """Tentative plan within both budgets, with its cost."""
 
     scheduled: Scheduled
     peak_bytes: int
@@ -55,7 +55,7 @@ class Found:
     delay_us: float = 0.0
     stall_us: float = 0.0
     head_copy_us: float = 0.0
-    """Time of copies, within device memory, of the parts that stay of storages that move in part."""
+    """Time of copies within device memory, of the staying parts of storages that move in part."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -64,13 +64,13 @@ class Found:
 
 
 class Search:
-    """Search among the tentative plans for one problem."""
+    """Search for the best of the tentative plans for one problem."""
 
     def __init__(self, problem: Problem, limits: PlanLimits) -> None:
         self.found: list[Found] = []
         self.best: Found | None = None
         self.least_host_bytes: int | None = None
-        """Minimum pinned memory of the tentative plans so far, within `host_budget` or not."""
+        """Minimum pinned memory of the tentative plans so far, including plans above `host_budget`."""
         self._problem = problem
         self._limits = limits
         self._budget, self._cost = limits.budget, limits.cost
@@ -78,14 +78,14 @@ class Search:
 
     @property
     def hides_all(self) -> bool:
-        """True if some plan costs no time, so that none can be better."""
+        """True if a found plan costs no time, so that no plan can be better."""
         return self.best is not None and self.best.delay_us < _NO_WORSE_US
 
     def try_ranks(self) -> None:
-        """Try selections by each rank: copies back as late as they are in time, then as early as there is room."""
+        """Try selections by each rank: first with copies back as late as they are in time, then as early as there is room."""
         self._try_rank(used_latest, eager=False)
         if self.best is not None and self.best.delay_us - self.best.head_copy_us < _NO_WORSE_US:
-            # Its only cost is copying the parts that stay of storages that move in part: let them move whole.
+            # The only cost is copies of staying parts: try to move those storages whole.
             self._schedule({i: self._problem.size[i] for i in self.best.scheduled.who}, eager=False)
         left = max(1, _CANDIDATES_BY_RANK // max(len(self._problem.size), 1))
         for eager in (False, True):
@@ -97,7 +97,7 @@ class Search:
                     left -= 1
 
     def try_others(self, at_least: int) -> None:
-        """Try more plans by each rank, even if one costs no time, until `at_least` are different."""
+        """Try more plans by each rank, even if one costs no time, until `at_least` different plans are found."""
         for eager in (True, False):
             for rank in RANKS:
                 if len({found.order for found in self.found}) >= at_least:
@@ -105,7 +105,7 @@ class Search:
                 self._try_rank(rank, eager=eager)
 
     def try_swap_all(self) -> None:
-        """Try to move all candidates, whole: at every depth that the budget has room for, and as the budget demands."""
+        """Try to move all candidates whole: at every depth for which the budget has room, and as the budget requires."""
         if self.hides_all:
             return
         for scheduled, peak_bytes in swap_all.drafts(self._problem, self._budget):
@@ -114,7 +114,7 @@ class Search:
             self._schedule(dict(enumerate(self._problem.size)), eager=True)
 
     def improve(self, drafts: int) -> None:
-        """Run a local search of `drafts` tries from the best selections. Deterministic."""
+        """Run a local search of `drafts` tries, starting from the best selections. Deterministic."""
         if len(self._problem.size) > _MOST_VARIED or not self.found or self.hides_all:
             return
         random = Random(0)
@@ -132,7 +132,7 @@ class Search:
                 point, delay_us = changed, changed_us
 
     def _delay_of(self, point: SearchPoint, *, at_most: float = inf) -> float:
-        """Time by which a variation delays the step; infinite if it is outside the budgets or beyond `at_most`."""
+        """Return the time by which a variation delays the step; infinite if it exceeds the budgets or `at_most`."""
         selected = point.select(self._problem, self._budget)
         if selected is None:
             self._drafts += 1
@@ -157,8 +157,8 @@ class Search:
         return inf if peak_bytes > self._budget else self._evaluate(scheduled, peak_bytes, at_most=at_most)
 
     def _evaluate(self, scheduled: Scheduled, peak_bytes: int, *, at_most: float) -> float:
-        """Keep a plan, which is within the device's budget, if it is within the host's. Return its delay of the step; infinite
-        if outside the budget or beyond `at_most`."""
+        """Keep a plan within the device's budget if it is within the host's. Returns its delay of the step; infinite if it
+        exceeds that budget or `at_most`."""
         problem, (who, moves) = self._problem, scheduled
         host_bytes = pinned_peak(len(problem.level), moves, problem.candidates.last_use[who])
         self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)

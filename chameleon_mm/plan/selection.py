@@ -1,11 +1,11 @@
-"""Selects the bytes to move so that the rest is within the budget, and chooses the storages to drop or to hold.
+"""Select the bytes to move so that the rest is within the budget, and choose the storages to drop or to hold.
 
 for every hook k with level[k] - away > budget, first to last:
-    of the candidates that may be away at k take those of the lowest rank, the last one in part: just as much as is needed
+    of the candidates that may be away at k select those of the lowest rank, the last one in part: just the bytes needed
 
-With the rank "used latest" no plan can move fewer bytes (Belady, 1966, for pages of one size). It holds for any sizes because a
-candidate may be taken in part: intervals cover intervals, from the left, each time by the one that reaches farthest. Other
-ranks move more bytes, or as many of other candidates, and may stall less.
+With the rank "used latest" no plan moves fewer bytes (Belady, 1966, for pages of one size). This holds for any sizes because a
+candidate may move in part: intervals are covered from the left, each time by the interval that reaches farthest. Other ranks
+move at least as many bytes, but may stall less.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chameleon_mm.plan.trace import Bools, Float64s, Int64s
 from chameleon_mm.units import allocated_size
 
 Rank = Callable[[Problem], Sequence[float]]
-"""Ranks the candidates of a problem, (n,): those of lower rank are selected first."""
+"""Function that ranks the candidates of a problem, (n,). Candidates of lower rank are selected first."""
 
 
 GOLDEN = (sqrt(5) - 1) / 2
@@ -39,16 +39,16 @@ def used_latest(problem: Problem) -> Sequence[float]:
 
 
 def spread_evenly(problem: Problem) -> Sequence[float]:
-    """Rank by multiples of the golden ratio: any number of selected candidates is spread evenly over the order of copies out.
+    """Rank by multiples of the golden ratio. It spreads any number of selected candidates evenly over the order of copies out.
 
-    So both engines are busy from the first copy to the last, for any order of uses (Kronecker's sequence; among such sequences
-    this one leaves the smallest gaps).
+    Then both engines are busy from the first copy to the last, for any order of uses. (This is Kronecker's sequence with the
+    smallest gaps.)
     """
     return [place * GOLDEN % 1 for place in range(1, len(problem.size) + 1)]
 
 
 def spread_evenly_by_bytes(problem: Problem) -> Sequence[float]:
-    """Rank as `spread_evenly`, but over the bytes that are copied out; another order if sizes differ."""
+    """Rank like `spread_evenly`, but spread over the bytes copied out. The order differs if sizes differ."""
     mean = sum(problem.size) / max(1, len(problem.size))
     before = accumulate(problem.size, initial=0)
     return [(there + size / 2) / mean * GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]
@@ -58,7 +58,7 @@ saved_first: Rank = attrgetter("sendable")
 
 
 def idle_longest(problem: Problem) -> Sequence[float]:
-    """Rank by the time in which both copies of a candidate may run, longest first."""
+    """Rank by the time available for both copies of a candidate, longest first."""
     time_us = problem.time_us
     return [time_us[sendable] - time_us[use] for sendable, use in zip(problem.sendable, problem.use, strict=True)]
 
@@ -70,7 +70,7 @@ def largest(problem: Problem) -> Sequence[float]:
 smallest: Rank = attrgetter("size")
 
 RANKS: Sequence[Rank] = (used_latest, spread_evenly, spread_evenly_by_bytes, idle_longest, saved_first, largest, smallest)
-"""Ranks to try. The first moves the fewest bytes, the second keeps both engines busy."""
+"""Ranks to try. The first moves the fewest bytes. The second keeps both engines busy."""
 
 
 def select(
@@ -81,9 +81,9 @@ def select(
     least: Sequence[int] | None = None,
     most: Sequence[int] | None = None,
 ) -> dict[int, int] | None:
-    """Select candidates and the bytes of device memory that each frees; None if all of them are too few.
+    """Select candidates and the bytes of device memory that each frees. Returns None if all candidates are not enough.
 
-    least, most: (n,) minimum and maximum bytes that each frees; default: 0 and its whole size. Time: O(K + n log n).
+    least, most: (n,) minimum and maximum bytes that each candidate frees; default: 0 and its whole size. Time: O(K + n log n).
     """
     first, use = problem.first, problem.use
     most = problem.size if most is None else most
@@ -91,7 +91,7 @@ def select(
     arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
     selected: dict[int, int] = {}
     waiting: list[int] = []
-    back = [0] * (len(problem.level) + 1)  # by hook: selected bytes that return there
+    back = [0] * (len(problem.level) + 1)  # by hook: selected bytes whose copy back begins there
     away = seen = 0
     for k, excess in zip(*problem.over(budget, problem.may_exceed_more), strict=True):
         while arrivals and first[who[arrivals[-1]]] <= k:
@@ -123,31 +123,31 @@ def select(
     return selected
 
 
-# --- A selection of candidates that a local search can change in small steps:
+# --- Selection of candidates that a local search can change in small steps:
 #
 # order            order in which candidates are selected, and in which they are copied out
-# bounds           minimum and maximum that each frees: (0, size), (0, 0), (size, size) or an exact number twice
-# eager            copies back begin as early as there is room, not as late as they are in time
+# bounds           minimum and maximum bytes that each frees: (0, size), (0, 0), (size, size) or the same number twice
+# eager            True: copies back begin as early as there is room; False: as late as they are in time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPoint:
-    """Choices that determine a plan completely."""
+    """Point of the local search: choices that determine a plan completely."""
 
     order: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
     eager: bool
 
     def select(self, problem: Problem, budget: int) -> dict[int, int] | None:
-        """Select candidates and the bytes that each frees; None if the bounds allow too few."""
-        rank = sorted(range(len(self.order)), key=self.order.__getitem__)  # place of each in the order
+        """Select candidates and the bytes that each frees. Returns None if the bounds allow too few bytes."""
+        rank = sorted(range(len(self.order)), key=self.order.__getitem__)  # position of each in the order
         least, most = zip(*self.bounds, strict=True)
         return select(problem, budget, rank, least=least, most=most)
 
     def send_from(self, problem: Problem, selected: Mapping[int, int]) -> list[int]:
-        """(n,) hooks from which copies out begin, so that they cross the link in this order."""
+        """Return (n,): hooks from which copies out begin, so that they cross the link in the point's order."""
         send_from = list(problem.sendable)
-        last: tuple[int, int] = (-1, -1)  # the hook, and the place within it: actions of one hook go in the order of their uses
+        last: tuple[int, int] = (-1, -1)  # hook, and position within it: actions of one hook run in the order of uses
         for i in self.order:
             if i in selected:
                 hook = max(send_from[i], last[0])
@@ -159,14 +159,14 @@ class SearchPoint:
 
 
 def start_of(problem: Problem, rank: Rank, *, eager: bool) -> SearchPoint:
-    """Variation with all candidates free, in the order of a rank."""
+    """Return a point with the order of `rank`, in which each candidate may free any bytes."""
     ranked = rank(problem)
     order = tuple(sorted(range(len(ranked)), key=ranked.__getitem__))
     return SearchPoint(order=order, bounds=tuple((0, size) for size in problem.size), eager=eager)
 
 
 def neighbour(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """Make one to three small changes."""
+    """Return `point` with one to three small changes."""
     for _ in range(random.choice((1, 1, 1, 2, 2, 3))):
         kind = random.random()
         if kind < 0.25:
@@ -196,9 +196,9 @@ def _change_bounds(problem: Problem, budget: int, point: SearchPoint, random: Ra
 
 
 def _shift_bytes(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """Let one candidate free fewer bytes and another as many more: all, half or less of the possible amount.
+    """Let one candidate free fewer bytes, and another the same number more: all, half or less of the possible bytes.
 
-    If the link's directions differ much, the optimum often moves two storages in part, and no other change would find it.
+    If the link's directions differ much, the optimum often moves two storages in part. Only this change finds it.
     """
     selected = point.select(problem, budget)
     if not selected or len(problem.size) < 2:
@@ -215,7 +215,7 @@ def _shift_bytes(problem: Problem, budget: int, point: SearchPoint, random: Rand
 
 
 def _missing(problem: Problem, budget: int, i: int, random: Random) -> int:
-    """Bytes missing at some hook at which candidate `i` may be away, alone or with another's help; at most its size."""
+    """Return bytes that are over the budget at a random hook at which candidate `i` may be away; at most its size."""
     size = problem.size[i]
     excess = problem.level[problem.first[i] : problem.use[i]] - budget
     excess = excess[excess > 0]
@@ -228,22 +228,22 @@ def _missing(problem: Problem, budget: int, i: int, random: Random) -> int:
     return missing if 0 < missing < size else size
 
 
-# --- Choices of storages to drop and to hold, by a price of device memory: a path from none to all, one for each price
+# --- Choices of storages to drop and to hold, by a price of device memory. Rising prices give a path from none to all
 #
-# An operator that makes several storages is shared among them by size. A mix takes the dearer price for some storages, spread
-# evenly over the order of making, and the cheaper price for the others.
+# If an operator makes several storages, its time is divided among them by size. A mix uses the higher price for some storages,
+# spread evenly over the order of making, and the lower price for the others.
 
 NUM_PRICES = 48
 
 LEAST_PRICE = 1e-15
-"""Smallest price above 0, below any of a real device: still smaller times may be too small to halve."""
+"""Smallest price above 0, in us per byte, below that of any real device. Smaller times could not be halved."""
 
 
 class Choice(NamedTuple):
     dropped: Int64s
     held: Int64s
     recompute_us: float
-    """Time of the operators that run again, by arithmetic over prices."""
+    """Estimated time of the operators that run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -251,13 +251,13 @@ class ChoicePath:
     """Choices for rising prices."""
 
     drop: Bools
-    """(m, prices) True if each is dropped."""
+    """(m, prices) True if the storage is dropped at the price."""
     held: Bools
-    """(m, prices) True if each is held."""
+    """(m, prices) True if the storage is held at the price."""
     make_us: Float64s
-    """(m, prices) time in which each dropped one is recomputed."""
+    """(m, prices) time in which each dropped storage is recomputed."""
     place: Float64s
-    """(m,) place of each in a mix, from 0 to below 1: below the dearer price's share, that price decides."""
+    """(m,) position of each storage in a mix, in [0, 1). If it is below the share of the higher price, that price decides."""
 
     @classmethod
     def of(cls, recipes: Recipes, level: Int64s, budget: int) -> ChoicePath:
@@ -268,7 +268,7 @@ class ChoicePath:
         return int(self.drop.shape[1]) - 1
 
     def choice(self, u: float) -> Choice:
-        """Choice at price number `u`; between two prices a mix."""
+        """Return the choice at price number `u`. Between two prices it is a mix."""
         low = min(int(u), self.last)
         high, share = min(low + 1, self.last), u - low
         dear = self.place < share
@@ -292,8 +292,7 @@ class _Pricing:
         self._free = self._alive_at_peaks(level)
 
     def _alive_at_peaks(self, level: Int64s) -> Bools:
-        """(m,) True if autograd keeps each, so that it is there anyway at the peak of the time until a recomputation reads
-        it."""
+        """Return (m,): True if autograd keeps the storage, so that it exists at the peak before a recomputation reads it."""
         trace, recipes = self._recipes.trace, self._recipes
         alive = recipes.can_hold & recipes.is_kept & (recipes.needed_until >= 0)
         which = np.flatnonzero(alive)
@@ -305,7 +304,7 @@ class _Pricing:
         return np.asarray(alive)
 
     def prices(self) -> Float64s:
-        """(prices,) rising, from below the cheapest storage to above the dearest one, in us for a byte."""
+        """Return (prices,): rising prices in us per byte, from below the cheapest storage to above the most expensive one."""
         which = np.flatnonzero(self._can_drop & (self._size > 0))
         ratio = np.array(self._us)[which] / self._size[which]
         ratio = ratio[ratio > 0]
@@ -360,8 +359,8 @@ class _Pricing:
         return ChoicePath(drop=drop, held=held[:, new], make_us=make[:, new], place=self._places(drop, unsaved))
 
     def _places(self, drop: Bools, unsaved: list[list[int]]) -> Float64s:
-        """Places in a mix: storages that are dropped from the same price on are spread evenly over the order of making. Their
-        inputs have the smallest of their readers' places."""
+        """Return positions in a mix. Storages dropped from the same price on are spread evenly over the order of making. An
+        input has the smallest position of its readers."""
         since: list[int] = drop.argmax(axis=1).tolist()
         ever: list[bool] = np.asarray(drop.any(axis=1)).tolist()
         saved, place = self._recipes.saved.tolist(), [1.0] * len(drop)

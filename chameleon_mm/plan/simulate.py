@@ -1,6 +1,6 @@
-"""Simulates a step under a plan: device memory at every tick, stalls, both copy engines, the step's time.
+"""Simulate a step under a plan: device memory at every tick, stalls, both copy engines, the step's time.
 
-swap_plan.py defines the order of events at a hook, timing.py their times. Memory is exact; time is a model. A plan that
+swap_plan.py defines the order of events at a hook, timing.py their times. Memory is exact; time is modelled. A plan that
 recomputes is simulated on the trace that `rewrite` makes for it; the results are in the step's own ticks.
 """
 
@@ -36,7 +36,7 @@ class Stall(NamedTuple):
     tensor: int
     us: float
     at_use: bool
-    """True for a wait at a use, for a copy back; False for a wait at a reclaim, for a copy out."""
+    """True: a wait for a copy back, at a use. False: a wait for a copy out, at a reclaim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,40 +46,40 @@ class Timeline:
 
     peak_bytes: int
     allocated_bytes: Int64s
-    """(ticks,) most bytes allocated during each, including the buffers of storages that move in part."""
+    """(ticks,) maximum bytes allocated during each tick, including the buffers of storages that move in part."""
     host_bytes: int
     """Peak of pinned memory."""
     step_us: float
     stall_us: float
     program_waits_us: float
-    """Part of `stall_us` in which the program's own copies wait for others on the link."""
+    """Part of `stall_us` in which the program's own copies wait for our copies on the link."""
     head_copy_us: float
-    """Time that compute copies the parts that stay of storages that move in part, out of them and back into them."""
+    """Time in which compute copies the staying parts of storages that move in part, to their buffers and back."""
     out_stalls_us: Mapping[int, float]
-    """Time that compute waits at `reclaim_at` for each copy out, by tensor, without copies that cause no wait."""
+    """Time that compute waits at `reclaim_at` for each copy out, by tensor. Copies without a wait are missing."""
     in_stalls_us: Mapping[int, float]
-    """Time that compute waits at `use_at` for each copy back, by tensor."""
+    """Time that compute waits at `use_at` for each copy back, by tensor. Copies without a wait are missing."""
     out_spans: tuple[EngineSpan, ...]
-    """Spans from device to host, in the order in which the engine runs them."""
+    """Spans of copies from device to host, in the order in which the engine runs them."""
     in_spans: tuple[EngineSpan, ...]
     tick_us: Float64s
     """(ticks,) times at which compute reaches each tick, before its actions."""
     stalls: tuple[Stall, ...]
-    """All of these waits, in order."""
+    """All waits for copies out and back, in order."""
     recompute_us: float = 0.0
-    """Time in which operators of forward run again, at the uses of dropped storages."""
+    """Time in which operators of forward run again for dropped storages."""
 
 
 def simulate(trace: Trace, plan: SwapPlan, cost_model: LinkCost) -> Timeline:
-    """Return the timeline of the step of `trace` under `plan` on a link of `cost_model`. O(ticks + storages + copies).
+    """Return the timeline of the step of `trace` under `plan`, on a link with `cost_model`. O(ticks + storages + copies).
 
-    Raises `ValueError` for a plan of another trace, and for actions that cannot be carried out in this one.
+    Raises `ValueError` for a plan of another trace, and for actions that are impossible in this trace.
     """
     return Simulator(trace, cost_model).run(plan)
 
 
 class Simulator:
-    """Simulates plans for one trace on one link. Computes once all that does not depend on the plan."""
+    """Simulator of plans for one trace on one link. Computes plan-independent data once."""
 
     def __init__(self, trace: Trace, cost_model: LinkCost) -> None:
         self.trace = trace
@@ -91,11 +91,11 @@ class Simulator:
         first, later = Candidates.of(trace), Candidates.between_uses(trace)
         self._candidates = first.followed_by(later)
         self._row = np.full(len(trace.tensor_bytes), -1)
-        # The first of several stays: its use is the earliest.
+        # Of several rows of a storage, the first stays: its use is the earliest.
         self._row[self._candidates.tensor[::-1]] = np.arange(len(self._candidates))[::-1]
         rows = enumerate(zip(later.tensor.tolist(), later.use.tolist(), strict=True), len(first))
         self._later_row = {tensor_and_use: row for row, tensor_and_use in rows}
-        """Rows of candidates that may be away between two uses, by tensor and the later use."""
+        """Rows of candidates that may be off the device between two uses, by tensor and the later use."""
         self._recipes: Recipes | None = None
 
     def run(self, plan: SwapPlan) -> Timeline:
@@ -120,7 +120,7 @@ class Simulator:
         )
 
     def run_moves(self, moves: ActionColumns, who: Candidates) -> Timeline:
-        """Return the timeline under `moves` of the candidates `who`; the caller has checked that they can be carried out."""
+        """Return the timeline under `moves` of the candidates `who`. The caller has checked that the moves are possible."""
         events = in_order(moves)
         ticks, tensors = self.trace.hook_tick[events.hooks], who.tensor.tolist()
         walked = walk(moves, events, self._hook_us, self._cost, program=self._program)
@@ -154,9 +154,9 @@ class Simulator:
         )
 
     def _checked(self, actions: Sequence[Action], rewritten: RewrittenTrace | None = None) -> tuple[ActionColumns, Candidates]:
-        """Return the moves of `actions` and their candidates; raise `ValueError` if they cannot be carried out in this trace.
-        `StepProgram` checks only that the plan is of this trace. `rewritten`: this trace as a rewrite of the step that the
-        actions are for."""
+        """Return the moves of `actions` and their candidates. Raises `ValueError` if they are impossible in this trace;
+        `StepProgram` checks only that the plan was made for the trace. `rewritten`: this trace, if it is a rewrite of the step
+        for which the actions are."""
         again = "make a plan for this trace"
         for action in actions:
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
@@ -184,7 +184,7 @@ class Simulator:
 
 
 def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) -> tuple[Float64s, list[tuple[int, int, bool]]]:
-    """Return the time by which each event delays compute, and the waits among them: hook, row, True if at a use."""
+    """Return the time by which each event delays compute, and a list of the waits: hook, row, True if at a use."""
     kinds, which = events.kinds, events.which
     reclaims, uses = kinds <= RECLAIM_IN_PART, kinds == USE
     copies_head = reclaims | (kinds == BACK) | (uses & (moves.in_at == moves.use_at)[which])
@@ -197,7 +197,7 @@ def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) 
 
 
 def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
-    """Sum the time of `stalls` by tensor; a tensor may stall several times."""
+    """Return the total time of `stalls` by tensor. A tensor may stall several times."""
     by_tensor: dict[int, float] = {}
     for stall in stalls:
         by_tensor[stall.tensor] = by_tensor.get(stall.tensor, 0.0) + stall.us
@@ -205,7 +205,7 @@ def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
 
 
 def _check_repeats(actions: Sequence[Action], of: Candidates) -> None:
-    """Raise `ValueError` if two of `actions` (of the rows `of`) move one storage, except all of it at two times."""
+    """Raise `ValueError` if two of `actions` (of the rows `of`) move one storage, unless both move all of it, at two times."""
     if len({(action.tensor, use) for action, use in zip(actions, of.use.tolist(), strict=True)}) < len(actions):
         raise ValueError("plan: expected one action for a tensor, got two for one use; give each candidate one")
     last: dict[int, Action] = {}

@@ -1,4 +1,4 @@
-"""Compile a plan into one row per hook, the form that a running step reads.
+"""Compile a plan into one row per hook, which a running step reads.
 
     program = StepProgram.of(trace, plan, Keys(features, save_of, classes))
     program.rows[hook]          # Row(key, kind, number, ops, growth, is_checked, ins)
@@ -10,7 +10,7 @@
     save 3      (Tensor, (8, 64), float32, 1)                FIRST     OUT 0
     use 4       3                                            USE       RECLAIM 0; after the use: IN 0
 
-A step with the same hooks as the compiled one finds its row by counting: `hook += 1`.
+A step with the same hooks as the compiled step finds its row by counting: `hook += 1`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ KEPT, FIRST, AGAIN, USE, END = range(5)
 """Kinds of rows: save of a tensor that no plan moves, first save of a storage, later save of it, use, end of the step."""
 
 RECLAIM, RELEASE, OUT, DROP = range(4)
-"""Ops. `RECLAIM`: wait for the copy out, then free the memory. `RELEASE`: free it without a copy, as the host has the bytes.
-`OUT`: copy out. `DROP`: free it without a copy, as operators recompute the bytes."""
+"""Ops. `RECLAIM`: wait for the copy out, then free the memory. `RELEASE`: free memory whose bytes the host already has. `OUT`:
+copy out. `DROP`: free memory whose bytes will be recomputed."""
 
 Op = tuple[int, int, int]
-"""Op, number of the storage, number of bytes that move (the storage's last ones)."""
+"""Op, number of the storage, number of bytes that move (the last bytes of the storage)."""
 
 _NEVER = 1 << 62
 
@@ -47,18 +47,18 @@ class Row(NamedTuple):
     """Work of one hook."""
 
     key: Hashable = None
-    """Save: (class, sizes, dtype, operators since the last save). Use: the hook of its save. None: no key identifies the hook,
-    so its whole feature must be compared."""
+    """For a save: (class, sizes, dtype, operators since the last save). For a use: the hook of its save. None: no key
+    identifies the hook, so its whole feature must be compared."""
     kind: int = KEPT
     number: int = -1
     """Number of the storage in the trace; -1 for a tensor that no plan moves."""
     ops: tuple[Op, ...] = ()
-    """Ops before the hook's own storage is used, in order."""
+    """Ops to run before the hook's own storage is used, in order."""
     growth: int = 0
     """Growth in bytes until the next check, from `PlannedMemory.growth_until_next_check`."""
     is_checked: bool = False
     ins: tuple[int, ...] = ()
-    """Numbers of the storages whose copies back start after the hook's own use."""
+    """Numbers of the storages whose copies back begin after the hook's own use."""
 
 
 class Keys(NamedTuple):
@@ -74,25 +74,25 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class StepProgram:
-    """A plan in rows, one per hook. Steps read it and do not change it."""
+    """Plan in rows, one per hook. Steps only read it."""
 
     plan: SwapPlan
     rows: tuple[Row, ...]
-    """Rows by hook, and an `END` row after the last hook's."""
+    """Rows by hook, followed by an `END` row."""
     nbytes: tuple[int, ...]
     """Bytes of each storage of the trace."""
     allocated_bytes: Int64s
     """(ticks,) maximum of the bytes allocated during each tick."""
     backs: AbstractSet[tuple[int, int]]
-    """Pairs of the hook at which memory is allocated for a copy back, and the storage's number."""
+    """Pairs of a hook at which memory is allocated for a copy back, and the storage's number."""
     held: Mapping[BirthPlace, int]
-    """Numbers of the unsaved storages that are held for recomputations, by the place of their last write."""
+    """Numbers of the unsaved storages to hold for recomputations, by the place of their last write."""
     first_due: int
     """First hook that has ops or copies back."""
 
     @classmethod
     def of(cls, trace: Trace, plan: SwapPlan, keys: Keys | None = None) -> StepProgram:
-        """Compile `plan`, which was made for `trace`. `keys`: None if the trace has open sizes; then no hook has a key.
+        """Compile `plan`, which was made for `trace`. `keys`: None if the trace has open sizes: then no hook has a key.
 
         Raises `ValueError` for a plan made for another trace.
         """
@@ -121,13 +121,13 @@ class StepProgram:
         )
 
     def number_at(self, hook: int) -> int | None:
-        """Number of the storage whose first save is at `hook`; None if it is not the first save of a storage that may move."""
+        """Return the number of the storage whose first save is at `hook`; None if no movable storage is first saved there."""
         row = self.rows[min(hook, len(self.rows) - 1)]
         return row.number if row.kind == FIRST else None
 
 
 def _due(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dict[int, list[int]], set[int]]:
-    """Return the ops and the copies back by hook, and the set of hooks that free memory."""
+    """Return the ops by hook, the copies back by hook, and the set of hooks that free memory."""
     swaps, ops, ins, frees = plan.swaps, defaultdict[int, list[Op]](list), defaultdict[int, list[int]](list), set[int]()
     last_save = {n: hook for hook, n in enumerate(trace.hook_tensor.tolist()) if n >= 0 and not trace.hook_use[hook]}
     for action in plan.recomputed:
@@ -139,7 +139,7 @@ def _due(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, 
             ins[hook].append(action.tensor)
         elif kind == swap_plan.OUT:
             last = last_save.get(action.tensor, -1)
-            # A copy that begins before the last save may lack its bytes, and would be made twice.
+            # A copy that begins before the last save may lack that save's bytes, and would begin again.
             at = last + 1 if hook <= last < action.reclaim_at else hook
             ops[at].append((OUT, action.tensor, action.nbytes))
         elif kind != swap_plan.USE:
@@ -149,7 +149,7 @@ def _due(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, 
 
 
 def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
-    """Rows of the step's hooks with their key, kind and number only."""
+    """Return the rows of the step's hooks with only key, kind and number."""
     rows: list[Row] = []
     seen: set[int] = set()
     for hook, (number, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
@@ -161,7 +161,7 @@ def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
 
 
 def _key(keys: Keys, hook: int, kind: int) -> Hashable:
-    """Key of the hook; None if its whole feature must be compared."""
+    """Return the key of the hook; None if its whole feature must be compared."""
     feature = keys.features[hook]
     if len(feature) < SAVE_PARTS:
         save = keys.save_of[hook]
@@ -175,14 +175,14 @@ def _key(keys: Keys, hook: int, kind: int) -> Hashable:
 
 def _memory(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[Int64s, Int64s]:
     """Return the maximum allocated bytes by tick, and the growth in bytes until the next check by hook."""
-    moves = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # a wrong plan has moves that never happen
+    moves = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # without moves that never happen, of a wrong plan
     memory = PlannedMemory(trace, memory_curve(trace))
     allocated = memory.allocated(moves)
     return allocated, memory.growth_until_next_check(moves, allocated)
 
 
 def _memory_of_recomputations(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s, Int64s]:
-    """Like `_memory`, for a plan that recomputes. Memory of a recomputation counts at the hook where it runs."""
+    """Return the same as `_memory` for a plan that recomputes. Memory of a recomputation counts at the hook where it runs."""
     rewritten = rewritten_for(recipes, plan)
     moves = rewritten.moves_of(plan.swaps)
     memory = PlannedMemory(rewritten.trace, memory_curve(rewritten.trace), rewritten.hook_of)
@@ -193,7 +193,7 @@ def _memory_of_recomputations(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s,
 
 
 def _birth_places(recipes: Recipes, plan: SwapPlan) -> dict[BirthPlace, int]:
-    """Places of the last writes to held storages. After its last write, a storage has the bytes that recomputations read."""
+    """Return the places of the last writes to held storages. From there on they have the bytes that recomputations read."""
     trace, places = recipes.trace, {}
     for action in plan.held:
         tick = int(recipes.last_write[action.tensor])

@@ -1,11 +1,11 @@
-"""Plans that swap all candidates, whole, without a search, as published offloading does. No plan may be worse than these.
+"""Plans that swap all candidates whole, without a search, as published offloading does. No final plan may be worse.
 
-out       as soon as each may be sent
-reclaimed when `depth` later ones may be copied
-back      with the use of the storage that is used `depth` before it
-depth 0   reclaimed at once, back on demand
+out       as soon as each storage may be copied
+reclaimed when `depth` later storages may be copied
+back      at the use of the storage that is used `depth` uses earlier
+depth 0   reclaimed at once, copied back on demand
 
-Published libraries bound activation offloading by depth: a number of storages in flight, however long a copy takes.
+Published libraries limit activation offloading by depth: a number of storages in flight, whatever the time of a copy.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from chameleon_mm.plan.trace import Trace
 from chameleon_mm.plan.unswapped_memory import Candidates
 
 _EACH_DEPTH = 8
-"""Maximum depth up to which every depth is tried; above it only powers of two."""
+"""Depth up to which every depth is tried. Above it, only powers of two are tried."""
 
 
 def early_moves(candidates: Candidates, depth: int) -> ActionColumns:
-    """Return the moves of `candidates`, which are in the order of their uses, at depth `depth`."""
+    """Return the moves of `candidates`, given in the order of their uses, at depth `depth`."""
     c, n = candidates, len(candidates)
-    by_out = np.argsort(c.sendable, kind="stable")  # copies out cross in the order in which they may begin, then by use
+    by_out = np.argsort(c.sendable, kind="stable")  # copies out run in the order in which they may begin, then by use
     depth = min(depth, n)
-    later, earlier = np.full(n, -1), np.full(n, -1)  # the last ones wait for no later one, the first ones come back on demand
+    later, earlier = np.full(n, -1), np.full(n, -1)  # -1: the last ones wait for none, the first ones are copied back on demand
     later[by_out[: n - depth]] = c.sendable[by_out[depth:]]
     earlier[depth:] = c.use[: n - depth]
     reclaim = np.minimum(np.maximum(c.first, later), c.use)
@@ -39,7 +39,7 @@ def early_moves(candidates: Candidates, depth: int) -> ActionColumns:
 
 
 def drafts(problem: Problem, budget: int) -> Iterator[tuple[Scheduled, int]]:
-    """Yield the plans within `budget` that move all candidates, whole, and their peaks. The deepest, first, waits least."""
+    """Yield the plans within `budget` that move all candidates whole, and their peaks. The deepest is first: it waits least."""
     who = np.argsort(problem.candidates.use, kind="stable")
     candidates = problem.candidates.take(who)
     depths = list(range(_EACH_DEPTH + 1))
@@ -52,17 +52,17 @@ def drafts(problem: Problem, budget: int) -> Iterator[tuple[Scheduled, int]]:
 
 
 def swap_all(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
-    """Return the plan that moves every candidate of `trace`. Its budget is its own peak.
+    """Return the plan that moves every candidate of `trace`. The plan's peak is its budget.
 
-    depth: a storage is reclaimed when `depth` later ones may be copied. It comes back with the use of the storage that is used
-    `depth` before it. 0: reclaimed at once, back on demand.
+    depth: a storage is reclaimed when `depth` later storages may be copied. Its copy back begins at the use of the storage that
+    is used `depth` uses earlier. 0: reclaimed at once, copied back on demand.
     """
     candidates = Candidates.of(trace)
     return plan_of(trace, cost_model, candidates.take(np.argsort(candidates.use, kind="stable")), depth, None)
 
 
 def plan_of(trace: Trace, cost_model: LinkCost, who: Candidates, depth: int, hbm_budget: int | None) -> SwapPlan:
-    """Return the plan that moves `who`, ordered by their uses; without a budget its own peak is the budget."""
+    """Return the plan that moves `who`, ordered by their uses. `hbm_budget`: None: the plan's peak."""
     moves = early_moves(who, depth)
     timeline = Simulator(trace, cost_model).run_moves(moves, who)
     return SwapPlan(

@@ -1,12 +1,12 @@
-"""The actions of one step and their hooks: `SwapPlan`, data that the executor carries out and `simulate` predicts.
+"""Actions of one step and their hooks: `SwapPlan`, which the executor runs and `simulate` predicts.
 
 At one hook, in this order:
-    1. reclaims, by `reclaim_at`, in the plan's order: compute waits for the copy out, and its HBM is dropped. Without a copy
-       HBM is dropped of storages to recompute, and of those that the host has since an earlier action
+    1. reclaims, by `reclaim_at`, in the plan's order: compute waits for the copy out, and the memory is freed. No copy
+       is needed for storages to recompute, nor for those that the host has since an earlier action
     2. copies out, by `out_at`: queued in the plan's order
-    3. a use whose tensor is on the host: memory is taken, the copy back queued ahead of others; compute waits for it. A use
+    3. a use whose tensor is on the host: memory is allocated, the copy back queued first; compute waits for it. A use
        whose tensor was dropped: the same for all inputs of the recomputation that are on the host
-    4. other copies back, by `in_at`: memory is taken and they are queued, in the plan's order
+    4. other copies back, by `in_at`: memory is allocated and they are queued, in the plan's order
     5. a use whose tensor was dropped: the operators that recompute it run
 """
 
@@ -28,38 +28,38 @@ class ActionKind(enum.Enum):
     """Ways to keep a candidate off the device until its first use in backward, or between two uses."""
 
     SWAP = "swap"
-    """The candidate crosses the link as it is."""
+    """The candidate is copied to the host and back."""
     RECOMPUTE = "recompute"
-    """The candidate is dropped at `reclaim_at` and recomputed at `in_at` = `use_at`: its own first use, or an earlier one of
-    another dropped storage that is made from it."""
+    """The candidate is dropped at `reclaim_at` and recomputed at `in_at` = `use_at`. That is its own first use, or an earlier
+    use of a dropped storage that is made from it."""
     HOLD = "hold"
     """The unsaved storage is kept from `out_at`, the first hook after its last write, for recomputations that read it from
-    `use_at` on. It may also be swapped meanwhile, by an action of its own."""
+    `use_at` on. Another action may swap it meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Round trip of one candidate. Hooks are numbered as in the trace. Raises `ValueError` unless they are in order.
+    """Round trip of one candidate. Hooks are numbered as in the trace. Raises `ValueError` if they are not in order.
 
-    A swapped storage may have several, one after the other: all of it moves then.
+    A swapped storage may have several actions, one after the other. Then all its bytes move.
     """
 
     tensor: int
     """Number of the candidate in the trace."""
     nbytes: int
-    """Number of bytes that move: its last ones. The rest, if any, stays on the device, in memory of its own."""
+    """Number of bytes that move: the last bytes of the storage. The other bytes, if any, stay in a buffer on the device."""
     out_at: int
-    """Hook at which its copy out is queued."""
+    """Hook at which the copy out is queued."""
     reclaim_at: int
-    """Hook at which compute waits for that copy, and its HBM is freed."""
+    """Hook at which compute waits for the copy out and the memory is freed."""
     in_at: int
-    """Hook at which its HBM is allocated again and the copy back queued; at most `use_at`."""
+    """Hook at which memory is allocated again and the copy back queued; at most `use_at`."""
     use_at: int
-    """Hook of the use for which it is back: its first one, or a later one."""
+    """Hook of the use for which the storage is copied back: its first or a later use."""
     kind: ActionKind = ActionKind.SWAP
     again: bool = False
-    """True if an earlier action of the plan moves it too. The host already has its bytes: nothing is copied out, and its HBM is
-    dropped at `reclaim_at` without a wait."""
+    """True if an earlier action of the plan moves the same storage. Then the host has the bytes: nothing is copied out, and the
+    memory is freed at `reclaim_at` without a wait."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.out_at <= self.reclaim_at <= self.in_at <= self.use_at:
@@ -73,15 +73,15 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapPlan:
-    """The actions for one step, and their predicted results. No actions: nothing moves."""
+    """Actions for one step, and their predicted results. Without actions nothing moves."""
 
     fingerprint: int
-    """Fingerprint of the trace it was made for."""
+    """Fingerprint of the trace for which the plan was made."""
     num_hooks: int
     """Number of hooks of that trace."""
     actions: tuple[Action, ...]
-    """Actions in the order in which they are queued, by `out_at` for one direction and by `in_at` for the other. Swaps come
-    first, then recomputations, then holds."""
+    """Actions in queue order: by `out_at` for copies out, by `in_at` for copies back. Swaps come first, then recomputations,
+    then holds."""
     hbm_budget_bytes: int
     peak_bytes: int
     """Peak of device memory, as `simulate` computes it."""
@@ -109,7 +109,7 @@ class SwapPlan:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that cross the link to the host. As many come back, and more for storages that are away more than once."""
+        """Bytes copied to the host. At least as many are copied back; more if a storage is swapped more than once."""
         return sum(action.nbytes for action in self.swaps if not action.again)
 
     def check_made_for(self, trace: Trace) -> None:
@@ -121,20 +121,20 @@ class SwapPlan:
             )
 
     def head_copy_us(self, unswapped_us: float) -> float:
-        """Time in which compute copies the parts that stay of partial moves. `unswapped_us`: the step's time unplanned."""
+        """Return the time in which compute copies staying parts of partial moves. `unswapped_us`: step without a plan."""
         return self.step_us - self.stall_us - self.recompute_us - unswapped_us
 
     def _of_kind(self, kind: ActionKind) -> tuple[Action, ...]:
         return tuple(action for action in self.actions if action.kind is kind)
 
 
-# --- The actions of a plan as arrays, one row per action; the order of their events; and the memory that they leave allocated
+# --- Actions of a plan as arrays, one row per action; the order of their events; the memory that stays allocated
 #
-# At one hook whole storages are reclaimed first, then storages that move in part. Next, copies out are queued, then comes the
-# use, then other copies back. Copies back are allocated in that order too: the use's own storage, then the others.
+# The order at one hook: reclaim whole storages, reclaim storages that move in part, queue copies out, the use, other copies
+# back. Memory for copies back is allocated in that order too: first for the use's own storage, then for the others.
 #
-# A storage that moves in part leaves its head, the bytes that stay, in a buffer of its own. So while it is reclaimed, and while
-# it is copied back, both the whole storage and that buffer are allocated for a moment.
+# If a storage moves in part, its head, the bytes that stay, is in a buffer of its own. So during its reclaim and its copy back,
+# the whole storage and that buffer are allocated at the same time for a moment.
 
 RECLAIM, RECLAIM_IN_PART, OUT, USE, BACK = range(5)
 """Kinds of events, in the order in which they happen at one hook."""
@@ -145,28 +145,28 @@ HOST_BLOCK_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ActionColumns:
-    """Columns of (n,), one row per action, in the plan's order. The caller knows the storage of each row."""
+    """Columns of (n,), one row per action, in the plan's order. The storages of the rows are not included."""
 
     nbytes: Int64s
     """Bytes that cross the link."""
     stays: Int64s
-    """Bytes of each storage that do not move."""
+    """Bytes of each storage that stay."""
     head: Int64s
-    """Device memory of the bytes that do not move; 0: all of the storage moves."""
+    """Device memory of the buffer for the bytes that stay; 0: the whole storage moves."""
     reclaimed: Int64s
-    """Allocated device memory that the reclaim frees."""
+    """Device memory that the reclaim frees."""
     out_at: Int64s
     reclaim_at: Int64s
     in_at: Int64s
     use_at: Int64s
     again: Bools
-    """True if the host has the storage since an earlier row, so that nothing is copied out."""
+    """True if the host has the bytes since an earlier row, so that nothing is copied out."""
 
     @classmethod
     def reclaiming(
         cls, reclaimed: Int64s, allocated: Int64s, storage_bytes: Int64s, hooks: Sequence[Int64s], again: Bools
     ) -> ActionColumns:
-        """Return rows that reclaim `reclaimed` of the `allocated` bytes that each storage of `storage_bytes` takes.
+        """Return rows that reclaim `reclaimed` of the `allocated` bytes of storages with `storage_bytes`.
 
         The first two are multiples of 512, as the allocator rounds. `hooks`: (out_at, reclaim_at, in_at, use_at).
         """
@@ -220,7 +220,7 @@ class ActionColumns:
         )
 
     def away(self, num_hooks: int) -> Int64s:
-        """(num_hooks,) bytes of device memory that are reclaimed, and not yet back, between each hook and the next."""
+        """Return (num_hooks,): bytes of device memory that are reclaimed and not allocated again, after each hook."""
         return sum_over_time(num_hooks, self.reclaimed, self.reclaim_at, self.in_at)
 
 
@@ -235,9 +235,9 @@ class Events(NamedTuple):
 def in_order(moves: ActionColumns) -> Events:
     """Return the events of `moves`: by hook, then by kind, then in the plan's order."""
     every = np.arange(len(moves))
-    # Other copies out begin with the reclaim that waits for them, or the host already has the storage.
+    # Other copies out begin at the reclaim that waits for them, or the host already has the bytes.
     outs = ((moves.out_at < moves.reclaim_at) & ~moves.again).nonzero()[0]
-    backs = (moves.in_at < moves.use_at).nonzero()[0]  # the others begin with the use that waits for them
+    backs = (moves.in_at < moves.use_at).nonzero()[0]  # the others begin at the use that waits for them
     keys = np.concatenate(
         (
             moves.reclaim_at * 5 + RECLAIM + (moves.head > 0),
@@ -252,8 +252,8 @@ def in_order(moves: ActionColumns) -> Events:
 
 
 def partial_move_peaks(moves: ActionColumns, left: Int64s) -> dict[int, int]:
-    """Return, by hook, the peak of allocated bytes within each hook that reclaims or copies back a storage that moves in part:
-    its head and the whole storage are both allocated then. `left`: (hooks,) bytes allocated after each hook."""
+    """Return, by hook, the peak of allocated bytes within each hook that reclaims or copies back a storage that moves in part.
+    Its head and the whole storage are both allocated then. `left`: (hooks,) bytes allocated after each hook."""
     parts = moves.head.nonzero()[0].tolist()
     if not parts:
         return {}
@@ -268,7 +268,7 @@ def partial_move_peaks(moves: ActionColumns, left: Int64s) -> dict[int, int]:
             back[hook].insert(0 if hook == use_at[j] else len(back[hook]), j)
     most = {}
     for hook, leaving in leave.items():
-        # Walk from the hook's end backwards: copies back raised the level, and before them reclaims lowered it.
+        # Walk backwards from the hook's end: copies back raised the level, and earlier reclaims lowered it.
         now = highest = int(left[hook])
         for j in reversed(back[hook]):
             highest = max(highest, now + head[j])
@@ -281,24 +281,24 @@ def partial_move_peaks(moves: ActionColumns, left: Int64s) -> dict[int, int]:
 
 
 def pinned_peak(num_hooks: int, moves: ActionColumns, last_use: Int64s) -> int:
-    """Peak of pinned memory: a block is held from its copy out's hook to the last use, both included."""
+    """Return the peak of pinned memory. A block is held from the hook of its copy out to the last use, both included."""
     blocks = np.where(moves.again, 0, -(-moves.nbytes // HOST_BLOCK_BYTES) * HOST_BLOCK_BYTES)
     return int(sum_over_time(num_hooks, blocks, moves.out_at, last_use + 1).max(initial=0))
 
 
 class PlannedMemory:
-    """Computes the memory that plans for one trace leave allocated. `curve`: the trace's unswapped memory. `hooks`: numbers of
-    the trace's hooks that are separate calls; None: all."""
+    """Memory that stays allocated under plans for one trace. `curve`: the trace's unswapped memory. `hooks`: numbers of the
+    trace's hooks that are separate calls; None: all."""
 
     def __init__(self, trace: Trace, curve: Int64s, hooks: Int64s | None = None) -> None:
         self._tick = trace.hook_tick
         self._curve = curve
         hooks = np.arange(len(trace.hook_tick)) if hooks is None else hooks
         self._movable = hooks[trace.hook_tensor[hooks] >= 0]
-        """Hooks about a storage that may move."""
+        """Hooks of storages that may move."""
 
     def allocated(self, moves: ActionColumns) -> Int64s:
-        """(ticks,) most device memory allocated during each."""
+        """Return (ticks,): maximum bytes of device memory allocated during each tick."""
         level = self._left(moves)
         for hook, nbytes in partial_move_peaks(moves, level[self._tick]).items():
             tick = self._tick[hook]
@@ -306,11 +306,11 @@ class PlannedMemory:
         return level
 
     def growth_until_next_check(self, moves: ActionColumns, allocated: Int64s, drop_at: Sequence[int] = ()) -> Int64s:
-        """(hooks,) maximum growth of device memory from the end of each hook's reclaims until the next check of memory.
+        """Return (hooks,): maximum growth of device memory from the end of each hook's reclaims until the next check of memory.
 
         Memory is checked at each hook that reclaims or drops, and at each hook of a storage that may move. It is also checked
-        at the first hook, which stands for any time before a check. Growth plus allocated memory then never exceeds the plan's
-        peak. Each drop has its own check because a step that proves a recipe keeps the storages that the plan drops.
+        at the first hook, which stands for all times before the first check. Growth plus allocated memory then never exceeds
+        the plan's peak. Each drop has its own check, because a step that proves a recipe keeps the storage to drop.
 
         `allocated`: the result of `self.allocated(moves)`. `drop_at`: hooks that drop.
         """
@@ -327,6 +327,6 @@ class PlannedMemory:
         return np.asarray(highest[since] - level_after_reclaims)
 
     def _left(self, moves: ActionColumns) -> Int64s:
-        """(ticks,) bytes allocated at the end of each tick; a tick that is a hook ends after its actions."""
+        """Return (ticks,): bytes allocated at the end of each tick. A tick that is a hook ends after its actions."""
         since, until = self._tick[moves.reclaim_at], self._tick[moves.in_at]
         return self._curve - sum_over_time(len(self._curve), moves.reclaimed, since, until)

@@ -1,4 +1,4 @@
-"""Columns of one step's operators, storages and hook calls: a million operators are a few arrays, not a million objects.
+"""Columns of one step's operators, storages and hook calls. A million operators are a few arrays, not a million objects.
 
     trace.op_us, trace.tensor_bytes, trace.hook_tick ...  by the numbers of operators, storages, hooks
 
@@ -36,14 +36,14 @@ _DTYPES: dict[object, type[np.generic]] = {
 
 
 class StepPhase(enum.IntEnum):
-    """Part of a step that an operator belongs to. With several micro-batches forward and backward alternate."""
+    """Part of a step to which an operator belongs. With several micro-batches, forward and backward alternate."""
 
     FORWARD = 0
     """Begins with the step, and with the first save after a backward."""
     BACKWARD = 1
-    """Begins with the first operator that autograd's engine runs; ends when its graph task does."""
+    """Begins with the first operator that autograd's engine runs. Ends with the engine's graph task."""
     OPTIMIZER = 2
-    """Begins after the last backward of the step; ends with it."""
+    """Begins after the last backward of the step. Ends with the step."""
 
 
 class TensorKind(enum.IntEnum):
@@ -54,20 +54,20 @@ class TensorKind(enum.IntEnum):
     OPTIMIZER = 3
     """State that an optimizer keeps from step to step."""
     INPUT = 4
-    """On the device before the step, none of the above."""
+    """On the device before the step, and none of the above."""
     ACTIVATION = 5
     """Made in the step and saved by autograd."""
     TEMPORARY = 6
-    """Made in the step, and neither saved nor kept."""
+    """Made in the step, neither saved nor kept."""
 
 
 SAVE_PARTS = 5
-"""Minimum number of parts of a save's feature, of which `since` is the last; a use's feature has two."""
+"""Minimum number of parts of a save's feature. The last part is `since`. A use's feature has two parts."""
 
 NEW_STORAGE = 0
 """`since` of the first save of a storage in this step."""
 FIXED_STORAGE = -1
-"""`since` of a storage that never moves: its earlier saves are not looked up."""
+"""`since` of a storage that never moves. Its earlier saves are not looked up."""
 
 
 class BirthPlace(NamedTuple):
@@ -78,22 +78,22 @@ class BirthPlace(NamedTuple):
     operator: str
     """Name of that operator, with its overload."""
     same_name: int
-    """Number of operators of that name since the last hook, including this one."""
+    """Number of operators of that name since the last hook, including this operator."""
     position: int
-    """Position of the storage among those that the operator wrote."""
+    """Position of the storage among the storages that the operator wrote."""
 
 
 class SavePlace(NamedTuple):
-    """Where in the program autograd saved a tensor. Empty texts: not known."""
+    """Place in the program where autograd saved a tensor. Empty text: unknown."""
 
     module: str = ""
     """Path of the module whose forward ran."""
     line: str = ""
-    """File and number of the program's own line, such as "train.py:12"."""
+    """File and line number in the program, such as "train.py:12"."""
     keep: bool = False
-    """True inside of a module of `keep`: what is saved there never leaves the device."""
+    """True inside a module named in `keep`: tensors saved there stay on the device."""
     never_recompute: bool = False
-    """True inside of a module of `never_recompute`: what is saved there is never dropped."""
+    """True inside a module named in `never_recompute`: tensors saved there are never dropped."""
 
     def __str__(self) -> str:
         return " at ".join(filter(None, (self.module, self.line)))
@@ -101,66 +101,66 @@ class SavePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """A step: n operators, m storages, k hook calls, n + k ticks. Columns are read-only.
+    """Trace of a step: n operators, m storages, k hook calls, n + k ticks. Columns are read-only.
 
     Raises `ValueError` for timings that are not finite.
     """
 
     device: str
-    """Name of the device that it was recorded on, as in `Device.name`."""
+    """Name of the device on which the step was recorded, as in `Device.name`."""
     simulated: bool
     start_bytes: int
-    """Allocated on the device when the step began, including storages that the step never touches."""
+    """Bytes allocated on the device when the step began, including storages that the step never touches."""
 
     op_names: tuple[str, ...]
-    """Distinct names; `op_name` points here."""
+    """Distinct names, which `op_name` refers to."""
     op_name: Int32s
     op_content: UInt64s
-    """64-bit hash of its name, its tensors' shapes, strides and dtypes, and its plain arguments: the same in every process."""
+    """64-bit hash of the operator's name, its tensors' shapes, strides, dtypes, and plain arguments. Equal in every process."""
     op_phase: UInt8s
     op_us: Float64s
-    """Time on the device until the next operator could begin, without stalls on copies."""
+    """Time on the device, in us, until the next operator could begin, without stalls on copies."""
     op_tick: Int32s
     read_offsets: Int64s
     """(n + 1,) offsets: operator i reads `read_tensors[read_offsets[i] : read_offsets[i + 1]]`."""
     read_tensors: Int32s
-    """Numbers of the storages of its tensor arguments."""
+    """Numbers of the storages that operators read."""
     write_offsets: Int64s
     write_tensors: Int32s
-    """Numbers of the storages that it returned or changed."""
+    """Numbers of the storages that operators returned or changed."""
     op_inner_bytes: Int64s
-    """Device memory, as the allocator counts it, that each holds while it runs, besides its inputs and results."""
+    """Device memory, as the allocator counts it, that each operator holds while it runs, besides inputs and results."""
     op_passed_bytes: Int64s
-    """Device memory beyond `op_inner_bytes` that each allocates and frees: a compiled region has one buffer after another."""
+    """Device memory besides `op_inner_bytes` that each operator allocates and frees. A compiled region has many."""
     op_out_bytes: Int64s
-    """Bytes that each copies to the host: the program's own copies over the link. `op_back_bytes`: from the host."""
+    """Bytes that each operator copies to the host: the program's own copies over the link. `op_back_bytes`: from the host."""
     op_back_bytes: Int64s
 
     tensor_bytes: Int64s
     tensor_kind: UInt8s
     tensor_born: Int32s
-    """Tick at which it is made; -1: before the step."""
+    """Tick at which each storage is made; -1: before the step."""
     tensor_released: Int32s
-    """Last tick before its first use at which others than our handles held it: dropping it after that tick frees its memory.
-    NEVER: it was not saved, or others held it until it was used."""
+    """Last tick before its first use at which others than our handles held the storage. Dropping it after that tick frees
+    memory. NEVER: it was not saved, or others held it until its first use."""
     tensor_sendable: Int32s
-    """First hook after the end of the operator that saved it, so that it may be copied; NEVER: not saved, or it must stay."""
+    """First hook after the operator that saved the storage, when it may be copied. NEVER: not saved, or it must stay."""
     tensor_dies: Int32s
-    """Last tick of its life; the number of ticks: it outlives the step."""
+    """Last tick of the storage's life; the number of ticks if it outlives the step."""
 
     hook_tick: Int32s
     hook_use: Bools
     hook_tensor: Int32s
-    """Number of the storage; -1: one that must not move (a parameter, a small one)."""
+    """Number of the storage; -1: a storage that must not move (a parameter, a small storage)."""
     hook_released: Int32s
-    """`tensor_released` after a use, before the storage's next use. NEVER: a save, or others held it until that use."""
+    """Like `tensor_released`, from this use until the storage's next use. NEVER: a save, or others held it until then."""
     hook_feature: UInt64s
-    """64-bit hash of what the light profiler knows of this call. Comparable only within one process."""
+    """64-bit hash of the light profiler's feature of this call. Comparable only within one process."""
 
     fingerprint: int = 0
     """Hash of the sequence of hook features, by the light profiler. Comparable only within one process."""
     places: Mapping[int, SavePlace] = field(default_factory=dict)
-    """Places of saves, by the number of the hook. Those that are not known are missing."""
+    """Places of saves, by the number of the hook. Unknown places are missing."""
 
     def __post_init__(self) -> None:
         bad = ~np.isfinite(self.op_us) | (self.op_us < 0)
@@ -178,25 +178,25 @@ class Trace:
 
     @property
     def duration_us(self) -> float:
-        """Time of the step, nothing swapped."""
+        """Return the time of the step in us, without swaps."""
         return float(self.op_us.sum())
 
     def clock_us(self) -> Float64s:
-        """(n + k + 1,): when compute is at each tick, nothing swapped, and at the step's end."""
+        """Return (n + k + 1,): times in us at which compute reaches each tick and the step's end, without swaps."""
         duration = np.zeros(self.num_ticks + 1)
         duration[self.op_tick + 1] = self.op_us
         return np.cumsum(duration)
 
     def op_of_read(self) -> Int64s:
-        """(reads,) number of the operator of each entry of `read_tensors`."""
+        """Return (reads,): number of the operator of each entry of `read_tensors`."""
         return np.repeat(np.arange(len(self.op_us)), np.diff(self.read_offsets))
 
     def op_of_write(self) -> Int64s:
-        """(writes,) number of the operator of each entry of `write_tensors`."""
+        """Return (writes,): number of the operator of each entry of `write_tensors`."""
         return np.repeat(np.arange(len(self.op_us)), np.diff(self.write_offsets))
 
     def last_write(self, which: Bools) -> Int64s:
-        """(tensors,) tick of the last write to each tensor among `which`, (writes,); the tick of its birth if there is none."""
+        """Return (tensors,): tick of each tensor's last write, or else of its birth. `which`: (writes,) writes to count."""
         last = self.tensor_born.astype(np.int64)
         np.maximum.at(last, self.write_tensors[which], self.op_tick[self.op_of_write()[which]].astype(np.int64))
         return last
@@ -205,10 +205,10 @@ class Trace:
 COLUMNS = {column.name: _DTYPES[column.type] for column in dataclasses.fields(Trace) if column.type in _DTYPES}
 """Dtype of each column."""
 
-# --- Builds a trace tick by tick, for a recorder that sees operators and hooks, or for a test that invents them
+# --- Builder of a trace, tick by tick, for a recorder or for a test
 
 _CODES = {np.float64: "d", np.uint64: "Q", np.bool_: "B", np.uint8: "B"}
-"""Type codes of the columns' arrays while they grow; all others are 64-bit integers."""
+"""Type codes of the columns' arrays while they grow; all other columns are 64-bit integers."""
 
 
 class TraceBuilder:
@@ -223,7 +223,7 @@ class TraceBuilder:
 
     @property
     def num_ticks(self) -> int:
-        """Number of ticks so far, which is the number of the next one."""
+        """Number of ticks so far, which is the number of the next tick."""
         return len(self._columns["op_tick"]) + len(self._columns["hook_tick"])
 
     @property
@@ -235,7 +235,7 @@ class TraceBuilder:
         return len(self._columns["hook_tick"])
 
     def tensor(self, nbytes: int, kind: TensorKind = TensorKind.TEMPORARY, *, born: int | None = None) -> int:
-        """Add a storage that begins with the next tick, or at tick `born`; -1: before the step. Return its number."""
+        """Add a storage that begins at tick `born`; None: the next tick; -1: before the step. Returns its number."""
         born = self.num_ticks if born is None else born
         self._add(tensor_bytes=nbytes, tensor_kind=kind, tensor_born=born)
         self._add(tensor_released=NEVER, tensor_sendable=NEVER, tensor_dies=NEVER)
@@ -253,7 +253,7 @@ class TraceBuilder:
         inner_bytes: int = 0,
         link_bytes: tuple[int, int] = (0, 0),
     ) -> int:
-        """Add an operator that runs, holds `inner_bytes` meanwhile, and copies `link_bytes` to the host and from it. Return its
+        """Add an operator that holds `inner_bytes` while it runs, and copies `link_bytes` (to host, from host). Returns its
         number."""
         number = self._names.setdefault(name, len(self._names))
         self._add(op_tick=self.num_ticks, op_name=number, op_content=content, op_phase=phase, op_us=duration_us)
@@ -266,45 +266,45 @@ class TraceBuilder:
         return self.num_ops - 1
 
     def amend_latest_op(self, *, writes: Sequence[int], inner_bytes: int, passed_bytes: int) -> None:
-        """Set what the latest operator wrote, held and passed through, which is known only after it ran."""
+        """Set the storages written by the latest operator and its memory, which are known only after it ran."""
         self._columns["write_tensors"].extend(writes)
         self._columns["write_offsets"][-1] = len(self._columns["write_tensors"])
         self._columns["op_inner_bytes"][-1] = inner_bytes
         self._columns["op_passed_bytes"][-1] = passed_bytes
 
     def set_duration(self, op: int, duration_us: float) -> None:
-        """Set the time that operator number `op` took, which is known only after it ran."""
+        """Set the time of operator number `op`, which is known only after it ran."""
         self._columns["op_us"][op] = duration_us
 
     def save(self, tensor: int, feature: int) -> int:
-        """Add a save of a storage; -1: one that must not move. Return the hook's number."""
+        """Add a save of storage number `tensor`; -1: a storage that must not move. Returns the hook's number."""
         return self._hook(tensor, feature, use=False)
 
     def use(self, tensor: int, feature: int) -> int:
-        """Add a use of a saved storage. Return the hook's number."""
+        """Add a use of a saved storage. Returns the hook's number."""
         return self._hook(tensor, feature, use=True)
 
     def kind(self, tensor: int, kind: TensorKind) -> None:
         self._columns["tensor_kind"][tensor] = kind
 
     def released(self, tensor: int) -> None:
-        """Record that only our handles hold it since the latest tick."""
+        """Record that only our handles hold the storage since the latest tick."""
         self._columns["tensor_released"][tensor] = self.num_ticks - 1
 
     def released_after(self, hook: int) -> None:
-        """Record that only our handles hold the storage used at hook number `hook` since the latest tick."""
+        """Record that, since the latest tick, only our handles hold the storage used at hook number `hook`."""
         self._columns["hook_released"][hook] = self.num_ticks - 1
 
     def sendable(self, tensor: int, hook: int) -> None:
-        """Record that the operator that saved it is over at hook number `hook`."""
+        """Record that the operator that saved the storage is over at hook number `hook`."""
         self._columns["tensor_sendable"][tensor] = hook
 
     def dies(self, tensor: int) -> None:
-        """Record that its memory is freed after the latest tick."""
+        """Record that the storage's memory is freed after the latest tick."""
         self._columns["tensor_dies"][tensor] = max(self.num_ticks - 1, self._columns["tensor_born"][tensor])
 
     def finish(self, fingerprint: int = 0) -> Trace:
-        """Return the trace; storages that have not died outlive the step. Raises the errors of `Trace`."""
+        """Return the trace. Storages without a call of `dies` outlive the step. Raises the errors of `Trace`."""
         columns: dict[str, Any] = {name: np.array(self._columns[name], dtype) for name, dtype in COLUMNS.items()}
         dies = columns["tensor_dies"]
         dies[dies == NEVER] = self.num_ticks
@@ -319,18 +319,18 @@ class TraceBuilder:
             self._columns[column].append(value)
 
 
-# --- Turns the trace of a first step into that of later ones: storages that it made and kept are there when the next one begins
+# --- Changes of a trace. One turns the trace of a first step into that of later steps, which begin with kept storages
 
 
 def outliving_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
-    """Device memory of the storages of `kinds` that were made in the step and outlive it."""
+    """Return the device memory, in bytes, of the storages of `kinds` that were made in the step and outlive it."""
     return int(allocated_size(trace.tensor_bytes[_outliving(trace, kinds)]).sum())
 
 
 def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
-    """Return `trace` with the storages of `kinds` that it made and that outlive it there from the beginning.
+    """Return `trace` changed so that storages of `kinds` that were made in it and outlive it exist from the beginning.
 
-    Operators that wrote only such storages take no time and no memory: they will not run again.
+    Operators that wrote only such storages take no time and no memory, because they will not run again.
     """
     outliving = _outliving(trace, kinds)
     if not outliving.any():
@@ -346,8 +346,8 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
 
 
 def with_gradients_kept(trace: Trace) -> Trace:
-    """Return `trace` as that of a step whose gradients exist before it. Each that the trace makes is added to the one that is
-    there, and freed: it lives until the operator after its last write in the same backward."""
+    """Return `trace` as the trace of a step before which gradients exist. Each new gradient is added to the existing one and
+    freed: it lives until the operator after its last write in the same backward."""
     outliving = _outliving(trace, {TensorKind.GRADIENT})
     saves = np.append(trace.hook_tick[~trace.hook_use], trace.num_ticks)
     ends = saves[np.searchsorted(saves, trace.tensor_born, side="right").clip(max=len(saves) - 1)]  # of its backward
@@ -362,8 +362,8 @@ def with_gradients_kept(trace: Trace) -> Trace:
 
 
 def without_making(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
-    """Return `trace` as that of a later step: `there_before`, without the operators that wrote only such storages. Ticks are
-    renumbered."""
+    """Return `trace` as the trace of a later step: like `there_before`, but without the operators that wrote only such
+    storages. Ticks are renumbered."""
     over = _only_make(trace, _outliving(trace, kinds))
     trace = there_before(trace, kinds)
     if not over.any():
@@ -387,7 +387,7 @@ def with_extra(trace: Trace, nbytes: int) -> Trace:
 
 
 def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
-    """Return `trace` with as many more bytes allocated during each tick of `spikes`, and freed again."""
+    """Return `trace` with extra bytes allocated during single ticks. `spikes`: bytes by tick."""
     ticks, never = list(spikes), [NEVER] * len(spikes)
     new: dict[str, list[int]] = {
         "tensor_bytes": list(spikes.values()), "tensor_kind": [TensorKind.TEMPORARY] * len(spikes), "tensor_born": ticks,
@@ -400,13 +400,13 @@ def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
 
 
 def saved_where(trace: Trace, is_there: Callable[[SavePlace], bool]) -> frozenset[int]:
-    """Numbers of the storages with a save, the first or a later one, in a place for which `is_there` is true."""
+    """Return the numbers of the storages with a save, the first or a later one, in a place for which `is_there` is true."""
     numbers = frozenset(int(trace.hook_tensor[hook]) for hook, place in trace.places.items() if is_there(place))
     return numbers - {-1}
 
 
 def with_staying(trace: Trace, tensors: Collection[int]) -> Trace:
-    """Return `trace` with these storages never sendable: no plan moves or drops them."""
+    """Return `trace` with the storages `tensors` never sendable, so that no plan moves or drops them."""
     sendable = trace.tensor_sendable.copy()
     sendable[list(tensors)] = NEVER
     return dataclasses.replace(trace, tensor_sendable=sendable) if tensors else trace
@@ -417,8 +417,8 @@ def with_times(trace: Trace, factor: float) -> Trace:
 
 
 def renumbered(trace: Trace) -> Trace:
-    """Return `trace` with its storages numbered by the operators that use them, by the first use, then by the next ones. A
-    number then has the same meaning in every step of these operators. Storages that no operator uses come last."""
+    """Return `trace` with its storages numbered in the order of the operators that use them. A number then has the same meaning
+    in every step of these operators. Storages that no operator uses come last."""
     ops = np.arange(len(trace.op_us))
     used_by: list[list[int]] = [[] for _ in trace.tensor_bytes]
     reads = zip(np.repeat(2 * ops, np.diff(trace.read_offsets)).tolist(), trace.read_tensors.tolist(), strict=True)
@@ -434,7 +434,7 @@ def renumbered(trace: Trace) -> Trace:
 
 
 def _only_make(trace: Trace, outliving: Bools) -> Bools:
-    """(operators,): True if an operator makes some of the storages `outliving`, and writes nothing else."""
+    """Return (operators,): True if an operator makes storages among `outliving` and writes nothing else."""
     op = trace.op_of_write()
     writes = trace.write_tensors
     makes = outliving[writes] & (trace.tensor_born[writes] == trace.op_tick[op])

@@ -1,8 +1,8 @@
-"""Computes a step's unswapped device memory: allocated bytes at each tick, their peak, and the least that plans can reach.
+"""Compute a step's device memory without swaps: allocated bytes at each tick, the peak, and the minimum for any plan.
 
-curve[t] = start_bytes + storages made in the step and there at t - storages from before the step that are gone by t
-           + memory that the operator of t holds inside itself
-floor[t] = curve[t] - storages idle at t      no plan's memory is below it, and the plan that moves all candidates is at it
+curve[t] = start_bytes + storages made in the step and alive at t - storages from before the step that are freed by t
+           + internal memory of the operator at t
+floor[t] = curve[t] - storages idle at t      no plan's memory is below it; the plan that moves all candidates reaches it
 
 Sizes are rounded up to 512 bytes, as the caching allocator does.
 """
@@ -25,31 +25,31 @@ Ticks = Int32s | Int64s
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidates:
-    """The storages worth moving, and where in the step they may be away: n times, one row each. Hooks by number."""
+    """Storages worth moving, and the hooks between which they may be off the device: n rows. Hooks by number."""
 
     tensor: Int64s
-    """(n,) numbers in the trace; (n,), like all below."""
+    """(n,) numbers in the trace. All columns below are (n,), too."""
     nbytes: Int64s
     size: Int64s
-    """Device memory that each takes."""
+    """Device memory of each storage in bytes."""
     sendable: Int64s
-    """First hook at which its copy out may begin."""
+    """First hook at which the copy out may begin."""
     first: Int64s
-    """First hook at which its memory can be reclaimed, because only our handles hold it."""
+    """First hook at which the memory can be reclaimed, because only our handles hold the storage."""
     use: Int64s
-    """Hook of the use at which it must be back: its first one, or a later one where it may be away between two uses."""
+    """Hook of the use at which the storage must be on the device: its first use, or the later of two uses."""
     last_use: Int64s
-    """Hook of the last use, until which its block of pinned memory is held."""
+    """Hook of the last use, until which the block of pinned memory is held."""
 
     @classmethod
     def of(cls, trace: Trace, *, between_uses: bool = False) -> Candidates:
-        """Return candidates of `trace`: storages that autograd saved, and that only our handles held at one hook or more before
-        the first use. `between_uses`: those of `Candidates.between_uses` follow."""
+        """Return the candidates of `trace`: storages that autograd saved, and that only our handles held at a hook before the
+        first use. `between_uses`: append those of `Candidates.between_uses`."""
         if between_uses:
             return cls.of(trace).followed_by(cls.between_uses(trace))
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         use = np.full(len(trace.tensor_bytes), NEVER, np.int64)
-        use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # of several the last one assigned stays: the first use
+        use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # the last assignment stays: the first use
         after_release = np.searchsorted(trace.hook_tick, trace.tensor_released, side="right")
         first = np.maximum(trace.tensor_sendable, after_release)
         known = (trace.tensor_sendable >= 0) & (trace.tensor_released != NEVER) & (trace.tensor_bytes > 0)
@@ -59,7 +59,7 @@ class Candidates:
     @classmethod
     def between_uses(cls, trace: Trace) -> Candidates:
         """Return candidates that are idle between two consecutive uses, for example of two backwards over one graph: only our
-        handles hold them at one hook or more in between. One row for each such pair."""
+        handles hold them at a hook in between. One row per pair of uses."""
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         uses = uses[np.argsort(trace.hook_tensor[uses], kind="stable")]
         of_same = trace.hook_tensor[uses[:-1]] == trace.hook_tensor[uses[1:]]
@@ -96,7 +96,7 @@ class Candidates:
         return replace(self, **{name: np.concatenate((getattr(self, name), getattr(more, name))) for name in names})
 
     def away_before(self) -> Bools:
-        """(n,) True if an earlier row is of the same storage."""
+        """Return (n,): True if an earlier row has the same storage."""
         again = np.ones(len(self), np.bool_)
         again[np.unique(self.tensor, return_index=True)[1]] = False
         return again
@@ -105,7 +105,7 @@ class Candidates:
         return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def idle_curve(self, trace: Trace) -> Int64s:
-        """(ticks,) device memory that could be away during each tick of `trace`."""
+        """Return (ticks,): bytes of device memory that could be swapped out during each tick of `trace`."""
         return sum_over_time(trace.num_ticks, self.size, trace.hook_tick[self.first], trace.hook_tick[self.use])
 
 
@@ -118,25 +118,25 @@ KIND_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most that is allocated at once, the first time that it is."""
+    """Peak of allocated memory, the first time that it is reached."""
 
     tick: int
     """Tick of the peak; -1: the step has no ticks."""
     nbytes: int
     by_kind: Mapping[TensorKind, int]
-    """Bytes of `nbytes` by kind of storage, without kinds of 0 bytes."""
+    """Part of `nbytes` by kind of storage. Kinds of 0 bytes are missing."""
     inner_bytes: int
-    """Bytes of `nbytes` inside the operator that runs then."""
+    """Part of `nbytes`: internal memory of the running operator."""
     untouched_bytes: int
-    """Bytes of `nbytes` from before the step that the step never touches."""
+    """Part of `nbytes`: memory from before the step that the step never touches."""
     idle_bytes: int
-    """Bytes of `nbytes` that swapping could take away at this moment, between two uses of a storage as well."""
+    """Part of `nbytes` that could be swapped out at this tick, including storages between two uses."""
     storages: Int64s = field(compare=False, repr=False)
-    """Numbers of the storages that are there."""
+    """Numbers of the storages that are alive at the peak."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are for. Their sum is `nbytes`."""
+        """Return the bytes by purpose. Their sum is `nbytes`."""
         found = Counter[str]()
         for kind, name in KIND_NAMES.items():
             found[name] += self.by_kind.get(kind, 0)
@@ -149,7 +149,7 @@ class Peak:
 
 
 def largest_of(trace: Trace, peak: Peak, count: int = 5) -> list[str]:
-    """Describe the largest storages made in the step that are there at `peak`, and the memory inside its operator."""
+    """Describe the largest storages made in the step that are alive at `peak`, and the internal memory of the operator."""
     size, makers = allocated_size(trace.tensor_bytes), makers_of(trace)
     made = peak.storages[trace.tensor_kind[peak.storages] >= TensorKind.ACTIVATION]
     found = [
@@ -164,7 +164,7 @@ def largest_of(trace: Trace, peak: Peak, count: int = 5) -> list[str]:
 
 
 def makers_of(trace: Trace) -> dict[int, str]:
-    """Name, without its library and overload, of the first operator that wrote each storage and is no view."""
+    """Return, by storage, the base name of the first operator that wrote it and is not a view."""
     names = [base_name(name) for name in trace.op_names]
     op = trace.op_of_write()
     found: dict[int, str] = {}
@@ -175,13 +175,13 @@ def makers_of(trace: Trace) -> dict[int, str]:
 
 
 def place_of(trace: Trace, tensor: int) -> SavePlace:
-    """Place in which a storage was saved first; of one that was not saved, the place of the hook before it was made."""
+    """Return the place where a storage was first saved, or, if it was not saved, of the hook before it was made."""
     hooks = np.flatnonzero((trace.hook_tensor == tensor) & ~trace.hook_use)
     return trace.places.get(int(hooks[0]), SavePlace()) if len(hooks) else place_at(trace, int(trace.tensor_born[tensor]))
 
 
 def place_at(trace: Trace, tick: int) -> SavePlace:
-    """Place of the last hook before `tick`: of a use, where its tensor was saved."""
+    """Return the place of the last hook before `tick`. For a use, it is the place where the tensor was saved."""
     hook = int(np.searchsorted(trace.hook_tick, tick)) - 1
     if hook >= 0 and trace.hook_use[hook]:
         return place_of(trace, int(trace.hook_tensor[hook])) if trace.hook_tensor[hook] >= 0 else SavePlace()
@@ -189,7 +189,7 @@ def place_at(trace: Trace, tick: int) -> SavePlace:
 
 
 def memory_curve(trace: Trace) -> Int64s:
-    """(ticks,) most bytes allocated during each tick of `trace`, nothing swapped. O(operators + storages)."""
+    """Return (ticks,): maximum bytes allocated during each tick of `trace`, without swaps. O(operators + storages)."""
     size = allocated_size(trace.tensor_bytes)
     change = sum_over_time(trace.num_ticks, size, np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1)
     change[trace.op_tick] += trace.op_inner_bytes
@@ -197,21 +197,21 @@ def memory_curve(trace: Trace) -> Int64s:
 
 
 def peak_memory(trace: Trace) -> Peak:
-    """Return the peak of `trace`, nothing swapped: its tick, and the memory in it."""
+    """Return the peak of `trace` without swaps: its tick, and the memory at it."""
     return _peak(trace, memory_curve(trace), Candidates.of(trace, between_uses=True), away=False)
 
 
 def least_memory(trace: Trace, *, between_uses: bool = True) -> Peak:
-    """Return the peak if every candidate is away whenever it may be: no plan's peak is below it.
+    """Return the peak if every candidate is swapped out whenever possible. No plan has a lower peak.
 
-    Its `idle_bytes` are 0, because idle storages are away. `between_uses`: candidates may be away between two uses as well.
+    Its `idle_bytes` are 0. `between_uses`: candidates may also be swapped out between two uses.
     """
     candidates = Candidates.of(trace, between_uses=between_uses)
     return _peak(trace, memory_curve(trace) - candidates.idle_curve(trace), candidates, away=True)
 
 
 def smallest_budget(trace: Trace) -> int:
-    """Return the least device memory, in bytes, for which a plan of `trace` exists, at any cost in time."""
+    """Return the minimum device memory, in bytes, for which a plan of `trace` exists, at any cost in time."""
     return least_memory(trace).nbytes
 
 
@@ -246,41 +246,41 @@ def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) ->
 
 
 def _untouched_bytes(trace: Trace, size: Int64s) -> int:
-    """Bytes from before the step that it never touches. At least 0: the step may know memory that other libraries allocated,
-    and the allocator that was asked may not."""
+    """Return the bytes from before the step that it never touches. At least 0: the step may touch memory of other libraries,
+    which the allocator does not count."""
     return max(0, trace.start_bytes - int(size[trace.tensor_born < 0].sum()))
 
 
 def sum_over_time(ticks: int, amounts: Int64s, since: Ticks, until: Ticks) -> Int64s:
-    """(ticks,) sum of those amounts[j] with since[j] <= t < until[j]."""
+    """Return (ticks,): sum of those amounts[j] with since[j] <= t < until[j]."""
     change = np.zeros(ticks + 2, np.int64)
     np.add.at(change, since, amounts)
     np.subtract.at(change, until, amounts)
     return change[:ticks].cumsum()
 
 
-# --- Estimates the cost and savings of full recomputation (activation checkpointing) of a step from its trace, for comparison:
+# --- Estimate of the cost and savings of full recomputation (activation checkpointing) of a step, for comparison:
 #
 # forward    is cut into segments where the fewest bytes cross. A segment's storages that later segments read are kept; all
-#            others that it saves are dropped
-# backward   at the first use of a dropped storage its whole segment runs again, and all that it saves is there at once.
+#            other saved storages are dropped
+# backward   at the first use of a dropped storage its whole segment runs again, which makes all its saved storages.
 #
-# Every operator of forward runs twice for any cuts, so the cuts are those of the least peak. It is an estimate: a trace does
-# not show a model's layers, so cuts are found by the bytes that cross them.
+# For any cuts, every operator of forward runs twice. So the cuts with the lowest peak are chosen. This is an estimate: a trace
+# does not show a model's layers, so cuts are found by the bytes that cross them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullRecomputation:
     segments: int
     peak_bytes: int
-    """Peak of device memory, without the temporaries of the operators that run again."""
+    """Peak of device memory in bytes, without the temporaries of the operators that run again."""
     step_us: float
     recomputed_us: float
     """Part of `step_us` in which forward runs once more."""
 
 
 def full_recomputation(trace: Trace) -> FullRecomputation:
-    """Estimate for `trace`, with the segments that lead to the least peak. O(ticks log ticks)."""
+    """Estimate full recomputation for `trace`, with the segments of the lowest peak. O(ticks log ticks)."""
     step = _Segmenting(trace)
     best_peak, segments = step.peak(np.empty(0, np.int64)), 1
     parts = 2
@@ -297,7 +297,7 @@ def full_recomputation(trace: Trace) -> FullRecomputation:
 
 
 class _Segmenting:
-    """Cuts of forward, and the peak that each set of them leads to."""
+    """Cuts of forward, and the peak for a set of cuts."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -320,7 +320,7 @@ class _Segmenting:
         self._saved = so_far[np.searchsorted(self._born[c.tensor][by_birth], self.cut_ticks)]
 
     def cut(self, parts: int) -> Int64s:
-        """Return ticks that cut forward so that a segment saves about 1/`parts` of all, where few bytes cross."""
+        """Return ticks at which to cut forward: each segment saves about 1/`parts` of all bytes, and few bytes cross a cut."""
         saved = self._saved
         goals = np.arange(1, parts) * (float(saved[-1]) / parts)
         edges = np.searchsorted(saved, np.concatenate((goals - goals[0] / 2, goals[-1:] + goals[0] / 2)))
@@ -342,7 +342,7 @@ class _Segmenting:
         np.minimum.at(first_use, segment[c.tensor[goes]], trace.hook_tick[c.use[goes]])
         until = np.maximum(since, first_use[segment[c.tensor[goes]]])
         level = self._curve - sum_over_time(trace.num_ticks, c.size[goes], since, until)
-        # A storage that crosses a cut and would have died is kept until the segment that reads it has run again.
+        # A storage that crosses a cut is kept until the segment that reads it has run again.
         dead = trace.tensor_dies.astype(np.int64) + 1
         kept_until = first_use[needed_by]
         kept = np.flatnonzero(crosses & (dead < kept_until) & (kept_until < trace.num_ticks))

@@ -1,7 +1,7 @@
-"""A block of host memory whose parts are let go of one by one: it goes back to its pool with the last of them.
+"""Block of host memory in parts. It is released to its pool after its last part is released.
 
-arena = Arena(block, latest)                # `latest()` returns events after all that was copied to or from it by then
-part = arena.part(offset, nbytes)           # as a block, to whoever copies: `buffer`, `nbytes`, `release(after)`
+arena = Arena(block, latest)                # `latest()` returns events after all copies to or from it so far
+part = arena.part(offset, nbytes)           # used like a block: `buffer`, `nbytes`, `release(after)`
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from chameleon_mm.pool.chunks import LateEvent
 
 
 class Arena(Uncopied):
-    """A block and the number of its parts."""
+    """Block, with the number of its live parts."""
 
     def __init__(self, block: PinnedBlock, latest: Callable[[], tuple[Event, ...]]) -> None:
         self.block, self._latest, self._parts = block, latest, 0
 
     def part(self, offset: int, nbytes: int) -> ArenaPart:
-        """A part of it that has not been let go of."""
+        """Return a new part of the block."""
         self._parts += 1
         return ArenaPart(self, offset, nbytes)
 
@@ -31,14 +31,14 @@ class Arena(Uncopied):
         self.release_if_empty()
 
     def release_if_empty(self) -> None:
-        """Give the block back, unless parts of it are in use. Note [Host block]: its next owner's copy comes after the latest
-        ones of this one, which are not asked for before there is such an owner."""
+        """Release the block, unless parts are in use. Note [Host block]: the next owner's copy comes after the latest copies of
+        this arena. `latest` is called only when there is a next owner."""
         if not self._parts:
             self.block.release(after=LateEvent(self._latest))
 
 
 class ArenaPart(Uncopied):
-    """A part of an arena, with what the owner of a host copy asks of a block."""
+    """Part of an arena, with the methods of a block that a host copy needs."""
 
     __slots__ = ("_arena", "_offset", "nbytes")
 
@@ -50,12 +50,12 @@ class ArenaPart(Uncopied):
 
     @property
     def buffer(self) -> Tensor:
-        """The memory as a flat uint8 tensor."""
+        """Memory of the part as a flat uint8 tensor."""
         assert self._arena is not None, "a part of host memory was used after its release"
         return self._arena.block.buffer[self._offset : self._offset + self.nbytes]
 
     def release(self, after: Event | None = None) -> None:
-        """Let go of it. A second call does nothing. `after`: as for a block; the arena's own event covers it."""
+        """Release the part. A second call does nothing. `after`: as for a block; the arena's own event covers it."""
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.let_go()

@@ -1,19 +1,19 @@
-"""Blocks of host memory, from allocation to release: pinned, or pageable if nothing more can be pinned.
+"""Blocks of host memory, from allocation to release: pinned, or pageable if no more can be pinned.
 
     block = pool.allocate(nbytes, stream=d2h)       # d2h waits for the earlier users of these bytes
     d2h.copy(block.buffer, hbm)
     h2d.wait(d2h.record()); h2d.copy(hbm2, block.buffer)
     block.release(after=h2d.record())               # the next owner of the bytes waits for that event
-                                                    # ... or drop it: the next owner waits for all device work until then
-    t = block.tensor(shape, dtype)                  # holds the block: while t or a view of it lives, release() refuses
+                                                    # ... or drop the block: the next owner waits for all device work until then
+    t = block.tensor(shape, dtype)                  # holds the block: while t or a view of it is alive, release() refuses
 
-Note [Host block]: the device may still read a block when the host is done with it. So a block hands its last event on, and the
-next user of the bytes waits for it: a stream waits on the device, the host waits only if it touches the memory itself. A block
-knows two kinds of events of earlier owners: `pending_events`, with no wait yet, and `_met`, for which a stream has waited. If
-it is released without its own event, it hands `_met` on too: that wait ordered one stream, no other.
+Note [Host block]: the device may still read a block when the host releases it. So a block passes its last event on, and the
+next user of the bytes waits for it: a stream waits on the device, and the host waits only if it touches the memory itself. A
+block has two kinds of events of earlier owners: `pending_events`, without a wait yet, and `_met`, for which a stream has
+waited. A block released without its own event passes `_met` on too, because that wait ordered only one stream.
 
-Note [Dropped]: a dropped block names no event, and torch does not record which streams used memory that it did not allocate. So
-the block hands on a `LateEvent` for all work of all streams. It is recorded when its bytes are handed out again.
+Note [Dropped]: a dropped block has no event, and torch does not record which streams used memory that it did not allocate. So
+the block passes on a `LateEvent` for all work of all streams. It is recorded when the bytes are allocated again.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import BlockInUseError, BlockReleasedError, check_method, describe
 from chameleon_mm.pool.chunks import LateEvent, recorded
 
-# --- What holds memory of a pool is one object in one process
+# --- Base of objects that hold memory of a pool: one object in one process
 
 
 class Uncopied:
-    """Base of what gives memory back as it ends: a copy would give the same bytes back once more, while they are in use."""
+    """Base of objects that release memory at their end. A copy would release the same bytes again, while they are in use."""
 
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise `TypeError`: for `copy.copy`, `copy.deepcopy` and `pickle`."""
+        """Raise `TypeError` in `copy.copy`, `copy.deepcopy` and `pickle`."""
         raise TypeError(
             f"{type(self).__name__}: expected one object in one process, got a copy by copy.copy, copy.deepcopy or pickle, "
             f"which would give its memory back twice; use the object itself, or make another and copy the bytes"
@@ -52,7 +52,7 @@ class Uncopied:
 
 
 def check_process(what: str, pid: int) -> None:
-    """Raise `RuntimeError` in a forked child of the process `pid`, which made the pool. `what` names the function."""
+    """Raise `RuntimeError` in a forked child of process `pid`, which made the pool. `what`: name of the function."""
     if ThisProcess.pid != pid:
         raise RuntimeError(
             f"{what}: expected a use in the process that made the pool ({pid}), got one in a forked child "
@@ -63,13 +63,13 @@ def check_process(what: str, pid: int) -> None:
 
 # --- Views of a block that keep it alive, and tensors over a whole block:
 #
-# NumPy keeps the object that an array's memory came from, and torch the array that a tensor's storage came from. So the object
-# at the bottom lives exactly as long as something can reach the bytes, through any derived object: slices, `detach()`, DLPack
-# capsules. The block holds it only by weak reference.
+# NumPy keeps the object from which an array's memory came, and torch the array from which a tensor's storage came. So the
+# object at the bottom lives exactly as long as the bytes are reachable through any derived object: slices, `detach()`, DLPack
+# capsules. The block holds it only weakly.
 
 
 class BlockView(Uncopied):
-    """The view under every other view of a block: `nbytes` at `address`, and the block that they belong to."""
+    """View below all other views of a block: `nbytes` at `address`, and the block to which they belong."""
 
     __slots__ = ("__array_interface__", "__weakref__", "block")
 
@@ -85,16 +85,16 @@ class BlockView(Uncopied):
 
 
 def as_tensor(view: BlockView, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return `view` as a contiguous tensor, which holds it."""
+    """Return `view` as a contiguous tensor, which holds `view`."""
     flat = np.asarray(view)
-    with torch.inference_mode(mode=False):  # or the view could not be written or saved for backward outside of that mode
+    with torch.inference_mode(mode=False):  # else it could not be written or saved for backward outside of that mode
         return torch.from_numpy(flat).view(dtype).view(shape)
 
 
 def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the sizes of `shape`; a number is a shape of one dimension. `what` names the function in the error.
 
-    Raises `TypeError` if it is no shape, `ValueError` for sizes below 0.
+    Raises `TypeError` if it is not a shape, `ValueError` for sizes below 0.
     """
     given: Any = shape  # arrays are shapes, too
     try:
@@ -107,7 +107,7 @@ def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def check_dtype(what: str, dtype: torch.dtype) -> None:
-    """Raise `TypeError` if `dtype` is none of torch's."""
+    """Raise `TypeError` if `dtype` is not a dtype of torch."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"{what}: expected a torch.dtype such as torch.float32, got {describe(dtype)}; for a NumPy dtype "
@@ -116,7 +116,7 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
 
 
 def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Return NumPy's dtype. Raises `TypeError` if it is none, `ValueError` for one of Python objects."""
+    """Return NumPy's dtype for `dtype`. Raises `TypeError` if there is none, `ValueError` for a dtype of Python objects."""
     try:
         kind = np.dtype(dtype)
     except (TypeError, ValueError):
@@ -130,51 +130,51 @@ def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 _DLPACK_CPU = (1, 0)
-"""kDLCPU, the only device of a block. Fewer consumers accept page-locked memory's own type, kDLCUDAHost. For host readers it is
-ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""
+"""kDLCPU, the only DLPack device of a block. Fewer consumers accept kDLCUDAHost, the type of pinned memory. For host readers it
+is ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""
 
 
 Ticket = tuple[int, int | None]
-"""Right to release a block, once: its serial number, and its offset, or None for a block without an address. Not a NamedTuple,
-which takes 0.4 us to make, a tenth of the time that a block may take in total."""
+"""Right to release a block once: the block's serial number, and its offset, or None for a block without an address. Not a
+NamedTuple, which takes 0.4 us to make, a tenth of the time for a whole block."""
 
 
 class Owner(Protocol):
-    """Owner of blocks: makes them and receives their releases."""
+    """Interface of the owner of blocks, which makes them and records their releases."""
 
     pid: int
-    """Process that made it, the only one whose blocks have memory."""
+    """Process that made the owner. Only there do blocks have memory."""
 
     @property
     def device(self) -> Device:
         """Device whose streams use the blocks."""
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """Record a release; the block's bytes may be in use until `events`. Called in finalizers: no lock, no device call."""
+        """Record a release. The block's bytes may be in use until `events`. Called in finalizers: no lock, no device call."""
 
 
 class PinnedBlock(Uncopied):
-    """`nbytes` of pinned host memory. Only an allocator makes it.
+    """Block of `nbytes` of pinned host memory, made only by an allocator.
 
-    The results of `tensor`, `numpy` and the protocols of NumPy and DLPack are views, which hold the block. `buffer` is not:
-    hold the block while it is in use. One thread at a time uses a block; `release`, and dropping it, may happen on any thread
-    at any point, also in the garbage collector. It cannot be copied or pickled. In a forked child `wait_on`, `buffer` and all
+    The results of `tensor`, `numpy` and the protocols of NumPy and DLPack are views that hold the block. `buffer` does not:
+    hold the block while using it. One thread at a time may use a block. `release`, or dropping it, may happen on any thread at
+    any time, also in the garbage collector. A block cannot be copied or pickled. In a forked child `wait_on`, `buffer` and all
     views raise `RuntimeError`, and releases do nothing.
 
-    It is safe to drop a block and its views while the device uses it, on any stream. The next owner of the bytes waits for all
-    earlier work of the process's devices: by an event if the driver has one for a whole device (CUDA 12.5 and newer), else the
-    host waits. `release(after=event)` is cheaper: it waits only for that event.
+    It is safe to drop a block and its views while the device uses it, on any stream. The next owner of the bytes then waits for
+    all earlier work of the process's devices: by an event if the driver has one for a whole device (CUDA 12.5 and newer), else
+    on the host. `release(after=event)` is cheaper, because the next owner waits only for that event.
     """
 
     __slots__ = ("__weakref__", "_memory", "_met", "_owner", "_start", "_take_turn", "_views", "nbytes", "pending_events")
 
     pageable = False
-    """True if this is pageable memory, because no more could be pinned."""
+    """True if the memory is pageable, because no more could be pinned."""
 
     def __init__(
         self, owner: Owner, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
     ) -> None:
-        # A list, because `pop` is one atomic step: only one of two concurrent releases gets the ticket.
+        # A list, because `pop` is atomic: only one of two concurrent releases gets the ticket.
         self._take_turn = [ticket]
         self._owner = owner
         self._memory = memory
@@ -182,7 +182,7 @@ class PinnedBlock(Uncopied):
         self.nbytes: Final = nbytes
         """Requested bytes."""
         self.pending_events = events
-        """Events of earlier owners with no wait yet; device work on the block must come after them. Read-only for others."""
+        """Events of earlier owners without a wait yet. Device work on the block must come after them. Others only read it."""
         self._met: tuple[Event, ...] = ()
         self._views: list[weakref.ref[BlockView]] | None = None
 
@@ -192,10 +192,10 @@ class PinnedBlock(Uncopied):
 
     @property
     def buffer(self) -> Tensor:
-        """The memory as a flat uint8 tensor of exactly `nbytes`, for device copies.
+        """Memory as a flat uint8 tensor of exactly `nbytes`, for device copies.
 
-        Raw: it does NOT wait for `pending_events`, and does not hold the block. Use it on a stream passed to `allocate` or
-        `wait_on`; the host uses `tensor` and `numpy`. Raises `BlockReleasedError` after the release.
+        It does NOT wait for `pending_events`, and does not hold the block. Use it on a stream passed to `allocate` or
+        `wait_on`. On the host, use `tensor` or `numpy`. Raises `BlockReleasedError` after the release.
         """
         if not self._take_turn or ThisProcess.pid != self._owner.pid:
             self._check_live("buffer")
@@ -204,19 +204,19 @@ class PinnedBlock(Uncopied):
     # --- views
 
     def tensor(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the memory as a contiguous CPU tensor, for the host to read and write. No copy; the earlier content stays.
+        """Return the memory as a contiguous CPU tensor, for the host to read and write. It is not copied; its content stays.
 
-        The tensor, and all over its storage, hold the block. The host waits for pending events of earlier owners. The caller
-        names its own device work in `release`; if the block is dropped with its last view, the next owner waits for all work.
-        Raises `ValueError` for a shape that needs more than `nbytes`, `TypeError` for an invalid shape or dtype,
-        `BlockReleasedError` after the release.
+        The tensor, and all tensors over its storage, hold the block. The host waits for pending events of earlier owners. The
+        caller passes an event after its own device work to `release`. If the block is dropped with its last view, the next
+        owner waits for all work. Raises `ValueError` for a shape that needs more than `nbytes`, `TypeError` for an invalid
+        shape or dtype, `BlockReleasedError` after the release.
         """
         sizes = plain_shape("tensor", shape)
         check_dtype("tensor", dtype)
         return as_tensor(self._view("tensor", sizes, dtype), sizes, dtype)
 
     def numpy(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return the memory as a NumPy array, under the conditions of `tensor`. Also raises `ValueError` for a dtype of Python
+        """Return the memory as a NumPy array, with the conditions of `tensor`. Also raises `ValueError` for a dtype of Python
         objects."""
         sizes, kind = plain_shape("numpy", shape), plain_dtype(dtype)
         return np.ndarray(sizes, kind, buffer=np.asarray(self._view("numpy", sizes, kind)))
@@ -224,7 +224,7 @@ class PinnedBlock(Uncopied):
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """`np.asarray(block)`: all `nbytes` as uint8."""
-        # `data` is an object, which NumPy then holds. With an address it would hold the block, but no view of it.
+        # `data` is an object, which NumPy then holds. With an address, NumPy would hold the block, but no view of it.
         data = memoryview(self._bytes("np.asarray"))
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": data}
 
@@ -238,9 +238,9 @@ class PinnedBlock(Uncopied):
     # --- order
 
     def wait_on(self, stream: Stream) -> None:
-        """Order `stream`'s later work after every earlier owner's, on the device. The host does not wait.
+        """Order later work of `stream` after the work of all earlier owners, on the device. The host does not wait.
 
-        Call it once for each stream that may be the first to touch the block. Raises `TypeError` if it is no stream,
+        Call it once for each stream that may be the first to touch the block. Raises `TypeError` if it is not a stream,
         `BlockReleasedError` after the release.
         """
         check_method("wait_on", stream, "wait", "a stream of the pool's device", "pass device.current_stream()")
@@ -254,14 +254,13 @@ class PinnedBlock(Uncopied):
         self.pending_events = ()
 
     def synchronize(self) -> None:
-        """Make the host wait for every earlier owner's work. The views do this; `buffer` does not."""
+        """Let the host wait for the work of all earlier owners. Views do this; `buffer` does not."""
         for event in (*self.pending_events, *self._met):
             event.synchronize()  # the earlier owner's last access -> the host's first
         self.pending_events = self._met = ()
 
     def forget_complete(self) -> None:
-        """Drop pending events that are complete; a late event is replaced by its incomplete real events. The host does not
-        wait."""
+        """Drop complete pending events. A late event is replaced by its incomplete real events. The host does not wait."""
         pending: list[Event] = []
         for event in self.pending_events:
             if type(event) is LateEvent:
@@ -273,12 +272,12 @@ class PinnedBlock(Uncopied):
     # --- the end
 
     def release(self, after: Event | None = None) -> None:
-        """Give the memory back. A second call does nothing.
+        """Return the memory to its owner. A second call does nothing.
 
-        `after` is an event after the last device work on the block, and so after the waits of `allocate` and `wait_on` that
-        preceded that work. None: there was no device work, or all of it is complete. It never waits, takes no lock and makes no
-        device call: safe in finalizers and on any thread. Raises `TypeError` if `after` is no event, and `BlockInUseError`
-        while views of the block live, with nothing changed.
+        `after`: an event after the last device work on the block, and so after the waits of `allocate` and `wait_on` before
+        that work. None: there was no device work, or all of it is complete. `release` never waits, takes no lock and calls no
+        device, so it is safe in finalizers and on any thread. Raises `TypeError` if `after` is not an event, and
+        `BlockInUseError`, which changes nothing, while views of the block are alive.
         """
         if after is not None:
             check_method("release", after, "query", "an event, or None", "pass after=stream.record()")
@@ -286,8 +285,8 @@ class PinnedBlock(Uncopied):
             ticket = self._take_turn.pop()
         except IndexError:
             return
-        # Check after the pop: a view being made on another thread records itself before it looks for the ticket, so at least
-        # one of the two sees the other.
+        # Check after the pop: a view made on another thread records itself before it reads the ticket, so at least one of the
+        # two threads sees the other.
         if self._views:
             self._take_turn.append(ticket)
             raise BlockInUseError(
@@ -297,9 +296,9 @@ class PinnedBlock(Uncopied):
         self._return(ticket, self.pending_events + self._met if after is None else (*self.pending_events, after))
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Not weakref.finalize, which costs more than the allocation itself. This only appends to a deque, which is safe in the
-        # middle of any line and in a forked child. It does not check views: they hold the block, so there are none, or the
-        # collector frees both together. `ends` is bound here, as in each `__del__`: the interpreter's end clears modules first.
+        # Not weakref.finalize, which costs more than the allocation itself. This only appends to a deque, which is safe at any
+        # time and in a forked child. It does not check views: they hold the block, so there are none, or the collector frees
+        # both together. `ends` is bound here, as in each `__del__`, because the interpreter's end clears modules first.
         if self._take_turn and not ends():
             try:
                 ticket = self._take_turn.pop()
@@ -313,13 +312,13 @@ class PinnedBlock(Uncopied):
         self._owner.note_released(ticket, events)
 
     def _bytes(self, what: str) -> Any:
-        """Return all of the memory as an array, for the buffer and DLPack protocols. Any: NumPy's stubs declare them only for
-        some versions of Python and NumPy."""
+        """Return the whole memory as an array, for the buffer and DLPack protocols. Typed as Any: NumPy's stubs declare them
+        only for some versions of Python and NumPy."""
         return np.asarray(self._view(what, (self.nbytes,), np.dtype(np.uint8)))
 
     def _view(self, what: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> BlockView:
         """Return a recorded view of the first bytes. The host waits, because it may access them next. Raises `ValueError` for a
-        shape that takes more than the block."""
+        shape that is larger than the block."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self.nbytes:
             raise ValueError(
@@ -345,16 +344,16 @@ class PinnedBlock(Uncopied):
             )
 
 
-# --- Blocks of pageable memory, if nothing more can be pinned: slower to copy, never wrong
+# --- Blocks of pageable memory, for when no more can be pinned: slower to copy, but correct
 #
-# The device may read and write pageable memory after the host went on, as it does pinned memory. A block's last reference may
-# go before its last event is complete, so the ledger holds the memory until then.
+# Like pinned memory, pageable memory may be read and written by the device while the host continues. A block's last reference
+# may be dropped before its last event is complete, so the ledger holds the memory until then.
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class PageableBlock(PinnedBlock):
-    """A block of a `PinnedPool` whose memory is not pinned: a copy to or from it may keep the host waiting."""
+    """Block of a `PinnedPool` whose memory is not pinned. The host may have to wait for copies to and from it."""
 
     __slots__ = ()
 
@@ -362,4 +361,4 @@ class PageableBlock(PinnedBlock):
 
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         super()._return(ticket, events)
-        self._memory = _NOTHING  # now only the ledger holds it: references to a released block must not keep the memory
+        self._memory = _NOTHING  # now only the ledger holds it: a released block must not keep the memory

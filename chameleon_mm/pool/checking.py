@@ -1,8 +1,8 @@
-"""Finds blocks that are never released. For tests and debugging: it walks the stack at every allocation.
+"""Find blocks that are never released. For tests and debugging: it walks the stack at every allocation.
 
 checked = CheckingAllocator(PinnedPool("1GiB"))
 block = checked.allocate(nbytes)      # a block of the pool
-checked.close()                       # PoolStateError: the blocks that are still live, and the stack of each allocation
+checked.close()                       # PoolStateError: the live blocks, and the stack of each allocation
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from chameleon_mm.pool.pool import PinnedPool, close_at_exit
 from chameleon_mm.units import format_size
 
 _FRAMES = 8
-"""Number of stack frames to keep: enough to reach beyond a framework's own, few enough to read."""
+"""Number of stack frames to store: enough to include the frames above a framework's own, few enough to read."""
 
 
 class CheckingAllocator(Uncopied):
-    """An allocator of `pool`'s blocks that knows where each was taken. Thread-safe.
+    """Allocator of blocks of `pool` that stores the stack of each allocation. Thread-safe.
 
-    `close`, or leaving `with`, ends only the check: the pool's maker closes the pool.
+    `close`, or the end of `with`, ends only the check. The maker of the pool closes the pool.
     """
 
     def __init__(self, pool: PinnedPool) -> None:
@@ -66,7 +66,7 @@ class CheckingAllocator(Uncopied):
 
 
 def _where() -> str:
-    """Text of the frames outside of this module, innermost first. Text, because a kept frame would keep its objects."""
+    """Return the text of the frames outside of this module, innermost first. A stored frame would keep its objects alive."""
     frame: FrameType | None = sys._getframe(2)
     places: list[str] = []
     while frame is not None and len(places) < _FRAMES:

@@ -1,11 +1,11 @@
-"""The chunks of one pool: regions of one free list, each with its memory.
+"""Chunks of one pool: regions of one free list, each with its memory.
 
     wanted = chunks.make_room(size, limit)      # size of the next chunk; detaches unused chunks for it
-    chunks.free()                               # gives detached chunks back to the device; may have to wait for it
+    chunks.free()                               # frees detached chunks on the device; may have to wait for it
     chunks.pin(wanted); chunks.admit()          # adds another chunk
     chunk = chunks.of(offset)
 
-Size of a chunk: as many whole requests as reach 1/16 of the reserved bytes, between 16 MiB and the chunk size.
+Size of a chunk: a multiple of the request, at least 1/16 of the reserved bytes, between 16 MiB and the chunk size.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from chameleon_mm.units import GIB, MIB, format_size, round_up
 
 # --- Free ranges that the device may still use, and the events until which it may:
 #
-# They are kept by byte range, not by free block, so that joining and splitting free blocks loses nothing. A range that is taken
-# in part leaves its rest, and two blocks over one range both get its event. A free block carries its last event to its next
+# They are stored by byte range, not by free block, so that joining and splitting free blocks loses no event. If part of a range
+# is allocated, the rest stays, and two blocks over one range both get its event. A free block passes its last event to its next
 # owner, an idea from the stream-ordered free lists of RMM, the RAPIDS memory manager.
 #
-# An event recorded late covers more work, never less. So a finalizer can promise an event without touching the device. It runs
-# in the middle of any line, in a forked child and while the interpreter ends.
+# An event recorded late covers more work, never less. So a finalizer can pass a late event without calling the device. A
+# finalizer may run at any time, in a forked child and at the interpreter's end.
 
 _SWEEP_AT = 64
-"""Number of ranges at which complete ones are dropped; then twice the rest. So the search costs each range a constant."""
+"""Number of ranges at which complete ranges are dropped; later twice the remaining number. The cost per range is constant."""
 
 
 class LateEvent:
-    """An event that stands for others. It calls `record` at its first use, and is complete when all events from it are.
+    """Event that stands for others. It calls `record` at its first use, and is complete when all returned events are complete.
     Thread-safe."""
 
     __slots__ = ("_events", "_record")
@@ -50,7 +50,7 @@ class LateEvent:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The real events, for a stream to wait on."""
+        """Return the real events, for a stream to wait on."""
         if self._events is None:
             self._events = self._record()  # if two threads do this at once, either result is correct
         return self._events
@@ -67,8 +67,8 @@ class LateEvent:
 
 
 def recorded(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """Replace the late events in `events` by their real events, which a stream of the device can wait on."""
-    for event in events:  # not `any`, whose generator takes longer than all of the rest
+    """Return `events` with each late event replaced by its real events, on which a stream of the device can wait."""
+    for event in events:  # not `any`, whose generator takes longer than the rest
         if type(event) is LateEvent:
             break
     else:
@@ -80,13 +80,13 @@ def recorded(events: tuple[Event, ...]) -> tuple[Event, ...]:
 
 
 class PendingRanges:
-    """Disjoint byte ranges of free memory, each with the events that its next use comes after. Not thread-safe.
+    """Disjoint byte ranges of free memory, each with the events after which it may be used again. Not thread-safe.
 
-    `starts` is sorted, and callers must not change it. It is empty if nothing is pending, so a hot path needs no call.
+    `starts` is sorted; callers only read it. It is empty if no range is pending, so a hot path needs no call.
     """
 
     def __init__(self) -> None:
-        # Three parallel lists, by address: most ranges are cut at one end, which is then one assignment.
+        # Three parallel lists, by address: most ranges are cut at one end, by one assignment.
         self.starts: list[int] = []
         self._ends: list[int] = []
         self._events: list[tuple[Event, ...]] = []
@@ -97,7 +97,7 @@ class PendingRanges:
             yield from events
 
     def add(self, start: int, end: int, events: tuple[Event, ...]) -> None:
-        """Add a range, [start, end), which no other range overlaps: it may be in use until `events` are complete."""
+        """Add the range [start, end), which overlaps no other range. It may be in use until `events` are complete."""
         starts = self.starts
         at = bisect_left(starts, start)
         starts.insert(at, start)
@@ -108,7 +108,7 @@ class PendingRanges:
             self._sweep_at = max(_SWEEP_AT, 2 * len(starts))
 
     def take(self, start: int, end: int) -> tuple[Event, ...]:
-        """Return the events that [start, end) waits for, each once, and remove those bytes from the pending ranges."""
+        """Return the events for which [start, end) must wait, each once, and remove these bytes from the pending ranges."""
         starts, ends = self.starts, self._ends
         first = bisect_right(starts, start)
         if first and ends[first - 1] > start:
@@ -119,7 +119,7 @@ class PendingRanges:
         held = self._events
         taken = held[first:last]
         if starts[first] < start:
-            if last - first == 1 and ends[first] > end:  # its rest above becomes a range of its own
+            if last - first == 1 and ends[first] > end:  # the rest above becomes a separate range
                 starts.insert(last, end)
                 ends.insert(last, ends[first])
                 held.insert(last, held[first])
@@ -139,7 +139,7 @@ class PendingRanges:
         return tuple(by_id.values())
 
     def drop_complete(self) -> bool:
-        """Drop the ranges whose events are all complete. Return True if none is left. The host does not wait."""
+        """Drop the ranges whose events are all complete. Returns True if no range is left. The host does not wait."""
         kept = [at for at, events in enumerate(self._events) if not all(event.query() for event in events)]
         self.starts[:] = [self.starts[at] for at in kept]
         self._ends[:] = [self._ends[at] for at in kept]
@@ -147,7 +147,7 @@ class PendingRanges:
         return not kept
 
     def synchronize(self) -> None:
-        """Make the host wait until every range's events are complete; then nothing is pending."""
+        """Let the host wait until all events are complete, and drop all ranges."""
         for event in self:
             event.synchronize()
         self.starts.clear()
@@ -158,27 +158,27 @@ class PendingRanges:
 _log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_BYTES = GIB
-"""Size of a chunk: large, so that little is wasted at its end; small enough to pin within a second, and to free."""
+"""Maximum size of a chunk: large, so that little is wasted at its end, but small enough to pin within a second."""
 
 SMALLEST_CHUNK_BYTES = 16 * MIB
-"""Initial size of chunks that grow: the driver's time per registration, and its limit of 65,000, do not matter."""
+"""Initial size of chunks. At this size the driver's time per registration, and its limit of 65,000, do not matter."""
 
 GROWTH_SHARE = 16
-"""A chunk is at most about 1/16 of the bytes reserved before it, if no chunk size was requested. Only the last chunk
-overshoots, so this bounds the waste of growth, and tens of GiB are still reached in some 80 chunks. Replay of recorded
-activation traces (Llama, GPT-2 with varying lengths, mixture of experts, ResNet-50; 10 to 28 GiB): reserved / peak live is 1.03
-to 1.04. Chunks of 1 GiB throughout give 1.03 to 1.05, and seven times the memory that a pool of 130 MiB needs."""
+"""Inverse of the size of a new chunk as a share of the reserved bytes, if no chunk size was requested. Only the last chunk is
+partly unused, so this bounds the waste, and tens of GiB are reached in about 80 chunks. Replay of recorded activation traces
+(Llama, GPT-2 with varying lengths, mixture of experts, ResNet-50; 10 to 28 GiB): reserved / peak live is 1.03 to 1.04. Chunks
+of 1 GiB throughout give 1.03 to 1.05, and seven times the memory that a pool of 130 MiB needs."""
 
 
 class LateLines:
-    """Lines for the log about what is done under a lock: `with lines, lock:` logs them once the lock is free, because a handler
-    may call the pool. Thread-safe."""
+    """Log lines about work under a lock. `with lines, lock:` logs them once the lock is free, because a log handler may call
+    the pool. Thread-safe."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[str, int, int]] = deque()
 
     def add(self, message: str, nbytes: int, reserved: int) -> None:
-        """Keep a line, a `message` with two sizes in bytes."""
+        """Store a line: a `message` with two sizes in bytes."""
         if _log.isEnabledFor(logging.DEBUG):
             self._lines.append((message, nbytes, reserved))
 
@@ -189,7 +189,7 @@ class LateLines:
         while self._lines:
             try:
                 message, *sizes = self._lines.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took it
                 return
             _log.debug("chameleon_mm: pinned pool: %s", message % tuple(map(format_size, sizes)))
 
@@ -206,8 +206,8 @@ class Chunk:
 
 
 class Chunks:
-    """The pinned regions of one pool, got from and given back to `device`. Not thread-safe: the pool's lock guards it, except
-    for `pin` and `free`, which one thread at a time calls without that lock.
+    """Pinned regions of one pool, allocated and freed on `device`. Not thread-safe: the caller holds the pool's lock, except
+    for `pin` and `free`, which one thread at a time calls without it.
 
     `chunk_bytes` is the size of a chunk; None: it grows with the reserved bytes up to 1 GiB.
     """
@@ -216,13 +216,13 @@ class Chunks:
         self.device = device
         self.free_list = FreeList(0)
         self._chunk_bytes = None if chunk_bytes is None else round_up(chunk_bytes, self.free_list.alignment)
-        self._chunks: list[Chunk] = []  # by base: bases only grow
+        self._chunks: list[Chunk] = []  # by base: bases only increase
         self._bases: list[int] = []
-        self._arrived: deque[Tensor] = deque()  # pinned, and not admitted yet
-        self._leaving: deque[Chunk] = deque()  # detached, and not given back yet
+        self._arrived: deque[Tensor] = deque()  # pinned, but not admitted yet
+        self._leaving: deque[Chunk] = deque()  # detached, but not freed yet
         self.peak_reserved_bytes = 0
         self.lines = LateLines()
-        """Lines about chunks, for the log once no lock is held."""
+        """Log lines about chunks, written once no lock is held."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -236,11 +236,11 @@ class Chunks:
         return bool(self._chunks or self._arrived or self._leaving)
 
     def of(self, offset: int) -> Chunk:
-        """Return the chunk that the block at `offset` lies in."""
+        """Return the chunk of the block at `offset`."""
         return self._chunks[bisect_right(self._bases, offset) - 1]
 
     def room(self, limit: int) -> int:
-        """Bytes that may still be reserved below `limit`: whole units of the free list."""
+        """Return the bytes that may still be reserved below `limit`, in whole units of the free list."""
         left = limit - self.free_list.capacity
         return max(0, left - left % self.free_list.alignment)
 
@@ -248,7 +248,7 @@ class Chunks:
         """Pin the memory of another chunk, for `admit`. Slow. Raises the device's errors."""
         # A chunk outlives the current mode, and a tensor made under inference_mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
-            # A single call, not an assignment: an interrupt between pinning and recording would lose the pinned memory.
+            # A single call, not an assignment: an interrupt between pinning and storing would lose the pinned memory.
             self._arrived.extend(map(self.device.alloc_pinned, (nbytes,)))
 
     def admit(self) -> None:
@@ -285,8 +285,8 @@ class Chunks:
         return [chunk for chunk in self._chunks if self.free_list.is_region_free(chunk.base)]
 
     def shrink(self, limit: int, *, wait: bool) -> bool:
-        """Detach unused chunks until at most `limit` bytes are reserved. `wait`: also chunks that the device still uses. Return
-        True if that was enough."""
+        """Detach unused chunks until at most `limit` bytes are reserved. `wait`: also chunks that the device still uses.
+        Returns True if the limit is met."""
         for chunk, idle in self._in_order_of_leaving(self.unused()):
             if self.reserved_bytes <= limit or not (idle or wait):
                 break
@@ -294,23 +294,23 @@ class Chunks:
         return self.reserved_bytes <= limit
 
     def _in_order_of_leaving(self, unused: list[Chunk]) -> list[tuple[Chunk, bool]]:
-        """Return `unused` chunks, each with True if the device is done with it: those first, then large ones, so that few
-        chunks go."""
+        """Return `unused` chunks, each with True if the device no longer uses it. Those come first, larger ones before smaller,
+        so that few chunks are freed."""
         idle = [(chunk, chunk.pending.drop_complete()) for chunk in unused]
         return sorted(idle, key=lambda item: (not item[1], -item[0].nbytes))
 
     def detach(self, chunk: Chunk) -> None:
-        """Take an unused chunk out of the pool; `free` hands its memory to the device."""
+        """Remove an unused chunk from the pool. `free` then frees its memory."""
         self.free_list.remove_region(chunk.base)
         self._chunks.remove(chunk)
         self._bases.remove(chunk.base)
         self._leaving.append(chunk)
 
     def free(self) -> None:
-        """Free the detached chunks, once the device is done with them (the host waits)."""
+        """Free the detached chunks, after the device's work on them (the host waits)."""
         while self._leaving:
-            self._leaving[0].pending.synchronize()  # the last device access to the chunk -> its memory goes
-            chunk = self._leaving.popleft()  # first: if an interrupt comes between, a leak is better than a double free
+            self._leaving[0].pending.synchronize()  # the last device access to the chunk -> its free
+            chunk = self._leaving.popleft()  # first: after an interrupt, a leak is better than a double free
             try:
                 self.device.free_pinned(chunk.memory)
             except Exception:
@@ -325,11 +325,11 @@ class Chunks:
             self.device.free_pinned((self._chunks or self._leaving).pop().memory)
 
     def _next_bytes(self, size: int) -> int:
-        """Size of a chunk for requests of `size`, without regard to limits."""
+        """Return the size of a chunk for requests of `size`, without limits."""
         if self._chunk_bytes is not None:
             return max(self._chunk_bytes, size)
         target = min(max(self.reserved_bytes // GROWTH_SHARE, SMALLEST_CHUNK_BYTES), DEFAULT_CHUNK_BYTES)
-        # Whole requests, since the next ones are likely to be of this size (layers repeat): nothing is left over at its end.
+        # A multiple of the request, because the next requests probably have this size (layers repeat).
         return round_up(target, size)
 
     def _refusal(self, nbytes: int, size: int, limit: int) -> str:

@@ -1,16 +1,16 @@
-"""A free list over a range of addresses: integers, no memory.
+"""Free list over a range of addresses: integers, no memory.
 
     units = FreeList(1 << 30)
-    a = units.allocate(5000)            # 8192 bytes at the lowest part of the smallest free block that holds them
+    a = units.allocate(5000)            # 8192 bytes, at the beginning of the smallest free block that is large enough
     units.free(a)                       # joined with its free neighbours at once
-    base = units.add_region(1 << 20)    # more addresses, never adjacent to the others: nothing coalesces across
+    base = units.add_region(1 << 20)    # more addresses, never adjacent to others, so that blocks do not coalesce across
     units.remove_region(base)           # only while no block of it is live
 
 Best fit with immediate coalescing by boundary tags (Knuth, The Art of Computer Programming, vol. 1, section 2.5). A block, live
-or free, is a `_Span` that knows its neighbours, so joining two only changes pointers. Free spans of one size are a doubly
-linked list, found by size, and the distinct sizes are kept sorted. D distinct sizes need at least 1 + 2 + ... + D units of free
-memory, so D is below sqrt(2 * units), for any number of blocks: 724 for 1 GiB in units of 4 KiB. So searching and updating the
-sorted sizes is cheap, while a list sorted by block would move 100,000 entries.
+or free, is a `_Span` with references to its neighbours, so joining two only changes references. Free spans of one size form a
+doubly linked list, found by size, and the distinct sizes are sorted. D distinct sizes need at least 1 + 2 + ... + D units of
+free memory, so D is below sqrt(2 * units), for any number of blocks: 724 for 1 GiB in units of 4 KiB. So searching and updating
+the sorted sizes is cheap. A list sorted by block would move 100,000 entries.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from functools import partial
 from operator import attrgetter, index
 
 DEFAULT_ALIGNMENT = 4096
-"""Alignment in bytes: a page, so that two blocks never share one; a multiple of element sizes and DMA granularities."""
+"""Alignment in bytes: a page, which two blocks never share. A multiple of element sizes and DMA granularities."""
 
 
 class _Span:
-    """A block, live or free. No `__init__`: setting every field where a span is made takes a third of the time."""
+    """Block, live or free. No `__init__`: setting the fields directly takes a third of the time."""
 
     __slots__ = ("above", "below", "free", "newer", "older", "start", "units")
 
     start: int
-    """Offset of its first byte."""
+    """Offset of the block's first byte."""
     units: int
     free: bool
     below: _Span | None
-    """The block that ends where this one starts, in the same region."""
+    """Block that ends where this one starts, in the same region."""
     above: _Span | None
     newer: _Span | None
-    """The next free span of its size that was freed after it; unused while live."""
+    """Next free span of the same size that was freed later; unused while live."""
     older: _Span | None
 
 
 Units = tuple[int, int, int]
-"""All units of a free list, its free units, and log2 of the bytes per unit."""
+"""Number of units of a free list, number of free units, and log2 of the bytes per unit."""
 
 
 def units_bytes(units: Units) -> int:
@@ -52,10 +52,10 @@ def units_bytes(units: Units) -> int:
 
 
 class FreeList:
-    """A free list over `capacity` bytes of addresses, starting at 0. Every block is a multiple of `alignment` bytes.
+    """Free list over `capacity` bytes of addresses, starting at 0. Each block is a multiple of `alignment` bytes.
 
-    Among free blocks of one size the last one freed is taken. Not thread-safe. Raises `ValueError` if the alignment is no power
-    of two, or if the capacity is negative or no multiple of the alignment.
+    Among free blocks of equal size, the last freed is used. Not thread-safe. Raises `ValueError` if the alignment is not a
+    power of two, or if the capacity is negative or not a multiple of the alignment.
     """
 
     def __init__(self, capacity: int, alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -63,13 +63,13 @@ class FreeList:
             raise ValueError(f"alignment: expected a power of two of bytes, got {alignment}")
         self.alignment = index(alignment)
         self._shift = self.alignment.bit_length() - 1
-        self._regions: dict[int, tuple[_Span, int]] = {}  # base -> its lowest span, which stays the lowest; its units
+        self._regions: dict[int, tuple[_Span, int]] = {}  # base -> lowest span of the region, which never changes; its units
         self._live: dict[int, _Span] = {}
         self._sizes: list[int] = []  # distinct sizes of free spans, in units, sorted
-        self._newest: dict[int, _Span] = {}  # size in units -> the free span of that size that was freed last
+        self._newest: dict[int, _Span] = {}  # size in units -> last freed span of that size
         self._capacity_units = 0
         self._free_units = 0
-        # Maximum of live units at a free, because they only fall there: of all time, and since `recent_peak`.
+        # Maximum of live units, of all time and since `recent_peak`. Updated at a free, as live units fall only there.
         self._peak_units = self._recent_units = 0
         self._next_base = 0
         if capacity != 0:
@@ -86,7 +86,7 @@ class FreeList:
         return (self._capacity_units - self._free_units) << self._shift
 
     def units_reader(self) -> Callable[[], Units]:
-        """Return a function that reads the live units, for `units_bytes`. It runs no Python code, for frequent calls."""
+        """Return a function that reads the units, for `units_bytes`. It runs no Python code, for frequent calls."""
         return partial(attrgetter("_capacity_units", "_free_units", "_shift"), self)
 
     @property
@@ -97,12 +97,12 @@ class FreeList:
         """Maximum of `live_bytes` since the last call."""
         live = self._capacity_units - self._free_units
         recent, self._recent_units = max(self._recent_units, live), live
-        self._peak_units = max(self._peak_units, recent)  # `free` updates it only with the recent peak
+        self._peak_units = max(self._peak_units, recent)  # `free` updates this only together with the recent peak
         return recent << self._shift
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest free block: the largest request that `allocate` can serve now."""
+        """Bytes of the largest free block, which is the largest request that `allocate` can serve now."""
         return self._sizes[-1] << self._shift if self._sizes else 0
 
     @property
@@ -112,7 +112,7 @@ class FreeList:
     def allocate(self, nbytes: int) -> int | None:
         """Return the offset of a block of at least `nbytes`, or None if no free block is large enough.
 
-        Raises `ValueError` for less than one byte: an empty block has no address.
+        Raises `ValueError` for less than one byte, because an empty block has no address.
         """
         units = (nbytes + self.alignment - 1) >> self._shift  # a float is a TypeError here
         if units <= 0:
@@ -140,7 +140,7 @@ class FreeList:
                 above.below = rest
             span.above = rest
             span.units = units
-            # This is `_enter` without the call: most blocks are cut from a larger one.
+            # `_enter` without the call, because most blocks are cut from a larger one.
             rest.units = left = found - units
             rest.free = True
             rest.newer = None
@@ -186,7 +186,7 @@ class FreeList:
         return freed << self._shift
 
     def add_region(self, nbytes: int) -> int:
-        """Add `nbytes` addresses and return the offset of the first. Offsets of regions only grow and never recur."""
+        """Add `nbytes` addresses and return the offset of the first. Offsets of regions increase and are never reused."""
         size = index(nbytes)
         if size <= 0 or size % self.alignment:
             raise ValueError(f"a region: expected a positive multiple of the alignment, {self.alignment} bytes, got {nbytes}")
@@ -204,7 +204,7 @@ class FreeList:
         return base
 
     def is_region_free(self, base: int) -> bool:
-        """True if no block of the region at `base` is live. Raises `ValueError` for an offset that starts no region."""
+        """True if no block of the region at `base` is live. Raises `ValueError` for an offset at which no region begins."""
         if base not in self._regions:
             raise ValueError(f"expected the offset that add_region gave for a region that still is, got {base}")
         lowest, units = self._regions[base]
@@ -221,7 +221,7 @@ class FreeList:
         return units << self._shift
 
     def _enter(self, span: _Span, units: int) -> None:
-        """Make `span` a free block of `units`, the newest of its size."""
+        """Make `span` a free block of `units`, as the last freed of its size."""
         span.units = units
         span.free = True
         span.newer = None

@@ -1,16 +1,16 @@
-"""Pins further chunks for a pool, and frees chunks: one thread at a time, never under its lock.
+"""Pin and free chunks for a pool: one thread at a time, never under the pool's lock.
 
     with resizing:                                  # if another thread pins, wait for its chunk, which may be enough
-        with ledger.lock: carve -> done             # ... or blocks came back meanwhile
-                          make_room                 # size of the next chunk; detaches unused ones for it
-        free detached chunks; pin; admit            # slow, and the device may have to be waited for
+        with ledger.lock: allocate -> done          # ... or blocks were released meanwhile
+                          make_room                 # size of the next chunk; detaches unused chunks for it
+        free detached chunks; pin; admit            # slow, may wait for the device
     again                                           # another thread may have taken the new memory
 
-Pinning runs at a few GB/s. A thread that finds a free block meanwhile goes on; `ledger.lock` is held only for microseconds.
+Pinning runs at a few GB/s. A thread that finds a free block meanwhile continues; `ledger.lock` is held only for microseconds.
 
-An interrupt (`KeyboardInterrupt`, a signal handler that raises) may come between any two lines here. The only sign of a pinning
-thread is the lock itself, which that thread releases as it leaves. And a chunk is at every moment in one of the lists of
-`Chunks`, from which the next call admits it or gives it back.
+An interrupt (`KeyboardInterrupt`, a signal handler that raises) may come between any two lines here. The only mark of a pinning
+thread is the lock itself, which the thread releases at its exit. A chunk is at any time in one of the lists of `Chunks`, from
+which the next call admits it or frees it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from chameleon_mm.pool.ledger import Ledger
 
 
 class Growth:
-    """Grows and shrinks the pool of `ledger`, within `limit`. Thread-safe."""
+    """Growth and shrinking of the pool of `ledger`, within `limit`. Thread-safe."""
 
     def __init__(self, ledger: Ledger, limit: MemoryLimit) -> None:
         self._ledger = ledger
         self._chunks = ledger.chunks
         self._limit = limit
-        self._resizing = threading.Lock()  # taken before `ledger.lock` if both are needed; the log's lines come after both
+        self._resizing = threading.Lock()  # taken before `ledger.lock` if both are needed; log lines are written after both
 
     def allocate_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
         """Allocate a block, from another chunk if needed. Raises `HostMemoryExhausted`, or `PoolStateError` if the pool is
@@ -59,8 +59,8 @@ class Growth:
                 self._pin(wanted)
 
     def set_limit(self, nbytes: int) -> None:
-        """Set the limit, and free unused chunks until it holds, as far as they are enough. The host waits if the device still
-        uses a chunk that has to go."""
+        """Set the limit, and free unused chunks until it is met or none is left. The host waits if the device still uses
+        one."""
         with self._chunks.lines, self._resizing:
             with self._ledger.lock:
                 self._ledger.check_open("limit_bytes")
@@ -69,12 +69,12 @@ class Growth:
             self._shrink(wait=True)
 
     def shrink(self) -> None:
-        """Free unused chunks that the device is done with, until the limit holds."""
+        """Free unused chunks that the device no longer uses, until the limit is met."""
         with self._chunks.lines, self._resizing:
             self._shrink(wait=False)
 
     def _shrink(self, *, wait: bool) -> bool:
-        """Free unused chunks beyond the limit, under `_resizing`. Return True if the limit holds now."""
+        """Free unused chunks above the limit, under `_resizing`. Returns True if the limit is met now."""
         ledger, chunks = self._ledger, self._chunks
         with ledger.lock:
             ledger.drain()
@@ -85,7 +85,7 @@ class Growth:
         return enough
 
     def free_unused(self, *, wait: bool) -> int:
-        """Free the chunks without a block and return their bytes. `wait`: also those that the device still uses."""
+        """Free the chunks without blocks and return their bytes. `wait`: also chunks that the device still uses."""
         ledger, chunks = self._ledger, self._chunks
         with self._chunks.lines, self._resizing:
             with ledger.lock:
@@ -98,7 +98,7 @@ class Growth:
         return sum(chunk.nbytes for chunk in leaving)
 
     def _pin(self, nbytes: int) -> None:
-        """Pin another chunk. Called under `_resizing`, so that detached chunks are freed before the limit is used up again."""
+        """Pin another chunk. Called under `_resizing`, so that detached chunks are freed before the limit is used again."""
         chunks = self._chunks
         chunks.free()
         try:

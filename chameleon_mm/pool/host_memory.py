@@ -1,14 +1,14 @@
-"""Host memory that may still be taken: the minimum of what the kernel and each of the process's control groups leave.
+"""Available host memory: the minimum of the memory that the kernel and each of the process's control groups leave.
 
     available = min(MemAvailable - that of NUMA nodes without CPUs,
                     *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
     "auto"    = half of (memory this process already holds + available), divided among the ranks on this machine
 
-    memory = AvailableMemory();  memory.read(taking=nbytes)     # reads again after 10 ms, or once 1/16 of it has been taken
+    memory = AvailableMemory();  memory.read(taking=nbytes)     # reads again after 10 ms, or once 1/16 of it was taken
     limit = MemoryLimit("auto");  limit.grow(held)              # maximum of all results of `auto_limit_bytes` so far
 
-Libraries that only read /proc/meminfo report the host's memory inside a container, and pinning past the container's limit ends
-the process instead of raising an error. Swap space is never counted: pinned memory cannot go there.
+Inside a container, libraries that only read /proc/meminfo report the host's memory. Pinning above the container's limit ends
+the process instead of raising an error. Swap space is never counted, because pinned memory cannot be swapped.
 """
 
 from __future__ import annotations
@@ -26,65 +26,65 @@ _RANKS = "LOCAL_WORLD_SIZE"
 _MAX_RANKS_DIGITS = 6
 
 FRESH_S = 0.01
-"""Seconds for which a result of `AvailableMemory` is valid. Reading then costs at most a twentieth of one processor. Meanwhile
-other processes, writing memory at some 10 GB/s, can take 100 MB unnoticed: well below the reserve that a machine keeps."""
+"""Seconds for which a result of `AvailableMemory` is valid. Readings then cost at most 1/20 of one processor. Meanwhile other
+processes, writing at about 10 GB/s, can take 100 MB unnoticed, which is well below the reserve of a machine."""
 
 TRUSTED_SHARE = 16
-"""Inverse of the share of a result that may be taken before the next reading: only a reading shows the asker's own use."""
+"""Inverse of the share of a result that may be taken before the next reading. Only a reading shows the caller's own use."""
 
 
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
-"""Files with a group's limits, of control groups of versions 2 and 1. memory.high refuses nothing: above it a process is
-delayed until enough is reclaimed, and pinned memory never is. So such a process is as good as stuck."""
+"""Files with the limits of a control group, of versions 2 and 1. Above memory.high a process is delayed until enough is
+reclaimed. Pinned memory is never reclaimed, so the process would practically stop."""
 
 _USAGES = ("memory.current", "memory.usage_in_bytes")
 
 _CACHES = ("total_inactive_file", "inactive_file")
-"""Lines of memory.stat with the part of the usage, in all groups below too, that is inactive page cache: of version 1, of 2.
-The kernel frees that before it refuses memory, so it counts as available, as in MemAvailable. Otherwise a job that has read its
-data set would find no memory left."""
+"""Lines of memory.stat with the inactive page cache of the group and all groups below: of version 1, of version 2. The kernel
+frees it before it refuses memory, so it counts as available, as in MemAvailable. Otherwise a job that has read its data set
+would find no memory left."""
 
 _INHERITED = "hierarchical_memory_limit"
-"""Line of version 1 with the narrowest limit on the group, also of groups that cannot be seen from here."""
+"""Line of version 1 with the lowest limit on the group, including limits of groups that are invisible here."""
 
 _USUAL_MOUNTS = {True: ("sys/fs/cgroup", "sys/fs/cgroup/unified"), False: ("sys/fs/cgroup/memory",)}
-"""Usual mount paths of version 2 and of version 1, if /proc does not tell."""
+"""Usual mount paths of versions 2 and 1, if /proc does not show them."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process may still take; 0 if unknown. Never raises.
+    """Return the bytes of host memory that this process may still take; 0 if unknown. Never raises.
 
-    `root`: parent of `proc` and `sys`. Without /proc/meminfo (not Linux) psutil is asked instead. Read it again before taking
-    more: other processes come and go, and a virtual machine may be given memory only as it uses what it has.
+    `root`: parent of `proc` and `sys`. Without /proc/meminfo (not Linux), psutil is used. Read again before taking more: other
+    processes change, and a virtual machine may get more memory only while it uses its present memory.
     """
     limits = [*of_machine(root), *_of_cgroups(root)]
     return max(0, min(limits, default=0))
 
 
 def auto_limit_bytes(*, available_bytes: int | None = None, held_bytes: int = 0) -> int:
-    """Limit that "auto" stands for: half of this process's share of the host memory that may be pinned, in bytes; 0 if unknown.
+    """Return the limit for "auto": half of this process's share of the pinnable host memory, in bytes; 0 if unknown.
 
-    The other half is for page cache, data loading and the model's own host side. `available_bytes` is the memory left for all
+    The other half is for page cache, data loading and the model's own host side. `available_bytes`: memory left for all
     processes together (None: `available_host_bytes()`). It is divided by LOCAL_WORLD_SIZE, the number of processes that
     torchrun and similar launchers start on a machine (1 if not set). `held_bytes`: bytes that this process has already pinned.
-    The result never exceeds a rank's part of the whole, in any order of pinning, and falls as other ranks pin. So an owner
+    The result never exceeds a rank's part of the whole, for any order of pinning, and decreases as other ranks pin. So an owner
     keeps the maximum of the results, which also grows with the machine's memory.
 
-    Raises `ValueError` if LOCAL_WORLD_SIZE is no number of processes.
+    Raises `ValueError` if LOCAL_WORLD_SIZE is not a number of processes.
     """
     return pinnable_bytes(available_bytes=available_bytes, held_bytes=held_bytes) // 2
 
 
 def pinnable_bytes(*, available_bytes: int | None = None, held_bytes: int = 0) -> int:
-    """This process's share of the host memory that may be pinned, in bytes, as for `auto_limit_bytes`; 0 if unknown."""
+    """Return this process's share of the pinnable host memory, in bytes, as for `auto_limit_bytes`; 0 if unknown."""
     left = available_host_bytes() if available_bytes is None else available_bytes
     return (held_bytes + left) // local_ranks()
 
 
 def local_ranks() -> int:
-    """Number of processes that torchrun and similar launchers started on this machine: LOCAL_WORLD_SIZE, 1 if it is not set.
-    Raises `ValueError` if that is no number of processes."""
-    text = os.environ.get(_RANKS, "1")  # noqa: TID251  # the one variable that launchers say the number of ranks in
+    """Return the number of processes that torchrun and similar launchers started on this machine: LOCAL_WORLD_SIZE, or 1 if not
+    set. Raises `ValueError` if it is not a number of processes."""
+    text = os.environ.get(_RANKS, "1")  # noqa: TID251  # launchers pass the number of ranks only in this variable
     ranks = int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_RANKS_DIGITS else 0
     if ranks < 1:
         raise ValueError(
@@ -95,19 +95,19 @@ def local_ranks() -> int:
 
 
 def of_machine(root: Path) -> Iterator[int]:
-    """Yield the bytes that the machine has available, without regard to control groups; nothing if it does not say. Memory of
-    nodes without CPUs, such as a GPU's own on a GH200, does not count."""
+    """Yield the machine's available bytes, without control groups; nothing if unknown. Memory of NUMA nodes without CPUs, such
+    as a GPU's own on a GH200, does not count."""
     for line in kernel_text(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
         if name == "MemAvailable" and words and words[0].isdecimal():
             yield int(words[0]) * 1024 - bare_bytes(root)  # the file says kB and means KiB
             return
-    import psutil  # imported here, so that only systems that need it pay for it
+    import psutil  # imported only on systems that need it
 
     try:
         yield int(psutil.virtual_memory().available)
-    except (psutil.Error, OSError, RuntimeError):  # its errors if the system does not tell
+    except (psutil.Error, OSError, RuntimeError):  # psutil's errors if the value is unknown
         return
 
 
@@ -124,9 +124,9 @@ def _of_cgroups(root: Path) -> Iterator[int]:
 
 
 def _mounts(root: Path, *, is_v2: bool) -> list[tuple[Path, str]]:
-    """Return `(mount point, the group that is mounted there)` of each mount of the hierarchy that accounts for memory.
+    """Return `(mount point, group mounted there)` of each mount of the hierarchy that accounts for memory.
 
-    In a container that is often the container's own group, not the root; next to version 1, version 2 is in a subfolder.
+    In a container, the group is often the container's own, not the root. Besides version 1, version 2 is in a subfolder.
     """
     found = []
     for line in kernel_text(root / "proc/self/mountinfo").splitlines():
@@ -140,14 +140,14 @@ def _mounts(root: Path, *, is_v2: bool) -> list[tuple[Path, str]]:
 
 
 def _below(path: str, mounted: str) -> list[str]:
-    """Groups from the one that is `mounted` down to the one at `path`; empty if `path` is not below."""
+    """Return the groups below `mounted`, down to the group at `path`; empty if `path` is not below `mounted`."""
     parts, top = _parts(path), _parts(mounted)
     way = parts[len(top) :] if parts[: len(top)] == top else []
-    return [] if ".." in way else way  # a group outside of the namespace: it has no path here
+    return [] if ".." in way else way  # a group outside of the namespace has no path here
 
 
 def _up_from(mount: Path, way: list[str]) -> Iterator[int]:
-    """Yield the bytes that each group leaves, from the end of the way up to the mount, without groups that cannot be seen."""
+    """Yield the bytes that each visible group leaves, from the end of `way` up to the mount."""
     for depth in range(len(way), -1, -1):
         group = mount.joinpath(*way[:depth])
         stat = dict(line.partition(" ")[::2] for line in kernel_text(group / "memory.stat").splitlines())
@@ -172,7 +172,7 @@ def _numbers(texts: Iterable[str]) -> list[int]:
 
 
 class AvailableMemory:
-    """`available_host_bytes`, read again when it may have changed. Threads may share it: at worst there is one reading more."""
+    """Cached `available_host_bytes`, read again when it may have changed. Threads may share it, at the cost of a reading."""
 
     def __init__(self) -> None:
         self._available_bytes = 0
@@ -180,7 +180,7 @@ class AvailableMemory:
         self._good_until = 0.0
 
     def read(self, taking: int = 0) -> int:
-        """Return the bytes that this process may still take, or 0 if unknown. The caller is about to take `taking` of them."""
+        """Return the bytes that this process may still take, or 0 if unknown. `taking`: bytes that the caller takes next."""
         now = time.monotonic()
         if taking > self._trusted_bytes or now >= self._good_until:
             self._available_bytes = available_host_bytes()
@@ -191,8 +191,8 @@ class AvailableMemory:
 
 
 class MemoryLimit:
-    """`max_bytes` as `PinnedPool` takes it. Raises `ValueError` and `TypeError` for an invalid size, and if "auto" cannot find
-    out how much memory there is."""
+    """Limit of a pool: the `max_bytes` of `PinnedPool`. Raises `ValueError` and `TypeError` for an invalid size, and for "auto"
+    if the machine's memory is unknown."""
 
     def __init__(self, max_bytes: int | str | None) -> None:
         self._memory = AvailableMemory()
@@ -206,12 +206,12 @@ class MemoryLimit:
             )
 
     def set(self, nbytes: int) -> None:
-        """Make it `nbytes`, independent of the machine's memory from then on."""
+        """Set the limit to `nbytes`, independent of the machine's memory from then on."""
         self._auto, self.nbytes = False, nbytes
 
     def grow(self, held_bytes: int) -> None:
-        """Read again if the limit follows the machine: a virtual machine's memory may grow as it is used, so the first reading
-        is too small. `held_bytes`: bytes that the pool has reserved. Never shrinks: see `auto_limit_bytes`."""
+        """If the limit is "auto", read the memory again: a virtual machine's memory may grow with its use, so the first reading
+        may be too small. `held_bytes`: bytes that the pool has reserved. Never decreases: see `auto_limit_bytes`."""
         if self._auto:
             found = auto_limit_bytes(available_bytes=self._memory.read(), held_bytes=held_bytes)
             self.nbytes = max(self.nbytes, found)

@@ -1,11 +1,11 @@
-"""Books of one pool, under one lock: its memory, its live blocks and the released ones.
+"""Records of one pool, under one lock: its memory, its live blocks and its released blocks.
 
 with ledger.lock:                       # held for microseconds: no slow device call is made under it
-    ledger.drain()                      # released blocks go back to the free list, with their events
+    ledger.drain()                      # return released blocks to the free list, with their events
     block = ledger.allocate(pool, nbytes)  # best fit over all chunks; None: growth has to get another chunk
     ledger.stats(limit)                 # live / requested - 1: cost of rounding; reserved / live - 1: cost of chunks
 
-pool.note_released -> ledger.returned.append(...)       # a release: no lock, because it runs in the middle of any line
+pool.note_released -> ledger.returned.append(...)       # a release: no lock, because it may run at any time
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from chameleon_mm.pool.chunks import Chunks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """Statistics of a pool, all sizes in bytes. `requested_bytes <= live_bytes <= reserved_bytes` always; `reserved_bytes <=
-    limit_bytes` except for blocks that were live when the limit was lowered."""
+    """Statistics of a pool, all sizes in bytes. Always `requested_bytes <= live_bytes <= reserved_bytes`. Also `reserved_bytes
+    <= limit_bytes`, except for blocks that were live when the limit was lowered."""
 
     limit_bytes: int
     """Maximum bytes that the pool may reserve."""
     reserved_bytes: int
-    """Bytes of the chunks got from the device now."""
+    """Bytes of the chunks that the pool has now."""
     live_bytes: int
     """Bytes of live blocks, each rounded up to the alignment."""
     requested_bytes: int
     """Bytes of live blocks, as requested."""
     peak_live_bytes: int
-    """Maximum of `live_bytes`. A release counts only from the pool's next call on."""
+    """Maximum of `live_bytes`. A release counts from the pool's next call on."""
     peak_reserved_bytes: int
     """Maximum of `reserved_bytes`."""
     largest_free_bytes: int
-    """The largest block that fits without another chunk."""
+    """Bytes of the largest block that fits without another chunk."""
     num_live: int
-    """Number of live blocks, including those of zero bytes and pageable ones."""
+    """Number of live blocks, including blocks of zero bytes and pageable blocks."""
     num_chunks: int
     pageable_bytes: int = 0
-    """Bytes of pageable blocks, not counted above: live ones, and released ones that the device still uses."""
+    """Bytes of pageable blocks, not counted above: live blocks, and released blocks that the device still uses."""
     peak_pageable_bytes: int = 0
     """Maximum of `pageable_bytes`."""
 
 
 class Ledger:
-    """The blocks of one pool over its chunks. All but appending to `returned` happens under `lock`.
+    """Blocks of one pool over its chunks. Everything except appending to `returned` happens under `lock`.
 
     It has no reference to its pool, so that the finalizer of a dropped pool can hold it.
     """
@@ -66,14 +66,14 @@ class Ledger:
         self.ending: list[tuple[Tensor, tuple[Event, ...]]] = []
         """Memory of released pageable blocks, each with the events until which it is held."""
         self.pageable_bytes = self._peak_pageable_bytes = 0
-        """Bytes of both, as of the last `drop_ended`."""
+        """Bytes of `pageable` and `ending`, as of the last `drop_ended`."""
         self.returned: deque[tuple[Ticket, tuple[Event, ...]]] = deque()
         self.closed = False
         self.shrinking = False
-        """True if more may be reserved than a lowered limit. Then no block is allocated."""
+        """True if reserved memory may exceed a lowered limit. Then no block is allocated."""
         self._free_list = chunks.free_list
         self.live: dict[int, int] = {}
-        """Requested bytes of live blocks that are not pageable, by their serial numbers."""
+        """Requested bytes of live pinned blocks, by their serial numbers."""
         self._serial = 0
 
     def add_pageable(self, memory: Tensor) -> int:
@@ -86,7 +86,7 @@ class Ledger:
         return serial
 
     def drop_ended(self) -> None:
-        """Free the memory of released pageable blocks that the device is done with. The host does not wait."""
+        """Free the memory of released pageable blocks that the device no longer uses. The host does not wait."""
         kept = [(memory, events) for memory, events in self.ending if not all(event.query() for event in events)]
         self.pageable_bytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self.ending)
         self.ending = kept
@@ -115,8 +115,8 @@ class Ledger:
                 self.chunks.of(offset).pending.add(offset, offset + size, events)
 
     def allocate(self, owner: Owner, nbytes: int) -> PinnedBlock | None:
-        """Allocate a block from free reserved memory, for `owner`; None if no free block is large enough, or while chunks have
-        to go."""
+        """Allocate a block from free reserved memory, for `owner`. Returns None if no free block is large enough, or while
+        chunks must be freed."""
         if nbytes:
             if self.shrinking:
                 return None
@@ -154,10 +154,10 @@ class Ledger:
         )
 
     def free_all(self, device: Device, pid: int) -> None:
-        """Give everything back, even live blocks: for a pool that nothing refers to any more. The host waits for the device. In
-        a forked child, which is not process `pid`, it does nothing: the memory is the parent's."""
+        """Free everything, even live blocks, for a pool without references. The host waits for the device. In a forked child,
+        which is not process `pid`, it does nothing, because the parent owns the memory."""
         if os.getpid() == pid and (self.chunks.hold_memory or self.pageable or self.ending):
-            # Not only the events: a pool is abandoned after an error, and a block may have been dropped without an event.
+            # Not only the events: after an error, a block may have been dropped without an event.
             device.synchronize()
             self.pageable.clear()
             self.ending.clear()

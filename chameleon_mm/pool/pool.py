@@ -2,14 +2,14 @@
 
     allocate(n, stream): released blocks back to the free list                          `ledger`
                          best fit over all chunks  |  else another chunk     `growth`
-                         the block takes the events left on its bytes; stream waits for them, the host does not
-    limit_bytes = n:     unused chunks are freed; while live blocks hold more, new ones are refused   `growth`
-    release(after):      a ticket onto a deque, and nothing else, because it runs in the middle of any line
+                         the block takes the events of its bytes; `stream` waits for them, the host does not
+    limit_bytes = n:     unused chunks are freed; while live blocks hold more, new blocks are refused  `growth`
+    release(after):      appends a ticket to a deque, and nothing else, because it may run at any time
 
-Pinning is slow (a few GB/s) and holds locks of the driver, so it is done by the chunk. On activations of many sizes, rounding
-to powers of two or one list per size can waste as much as it serves. Best fit with immediate coalescing does not (Knuth, see
-`free_list`). One free list spans all chunks: each is a region of its addresses, no block straddles two. Free bytes carry events
-as the free blocks of RMM do: see `chunks`, and Note [Host block] in `block`.
+Pinning is slow (a few GB/s) and holds locks of the driver, so whole chunks are pinned. For activations of many sizes, rounding
+to powers of two or one list per size can waste as much as is used. Best fit with immediate coalescing does not (Knuth, see
+`free_list`). One free list spans all chunks: each chunk is a region of its addresses, and no block is in two. Free bytes carry
+events like the free blocks of RMM: see `chunks`, and Note [Host block] in `block`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 
 
 def close_at_exit(close: Callable[[], None], error: BaseException | None, what: str) -> None:
-    """Call `close` at the end of a `with` block. After an `error` live blocks only cause a warning that begins with `what`: the
-    error's traceback likely holds them, and the caller must see the error. They return later."""
+    """Call `close` at the end of a `with` block. After an `error`, live blocks cause only a warning that begins with `what`:
+    the error's traceback probably holds them, and the caller must see the error. They are returned later."""
     try:
         close()
     except PoolStateError as still_live:
@@ -56,18 +56,18 @@ def close_at_exit(close: Callable[[], None], error: BaseException | None, what: 
 
 
 class PinnedPool(Uncopied):
-    """A thread-safe allocator of pinned host memory, over chunks that it gets from `device` as needed.
+    """Thread-safe allocator of pinned host memory. It gets chunks from `device` as needed.
 
-    `max_bytes`: limit of reserved memory, including chunks being pinned; int bytes or "8GiB". "auto", or None: half of the
-    memory that the machine and the process's control groups leave, divided among the machine's ranks (`auto_limit_bytes`); it
+    `max_bytes`: limit of reserved memory, including chunks being pinned; int bytes or "8GiB". "auto" or None: half of the
+    memory available to the machine and the process's control groups, divided among the machine's ranks (`auto_limit_bytes`); it
     grows with the machine. `chunk_bytes`: size of a chunk; None: grows from 16 MiB to 1 GiB with the reserved bytes, see
     `chunks`. A chunk is smaller if the limit leaves less, and larger for a larger request. `device`: a Device, or its name;
     None: CUDA if available, else the simulator. Reserves nothing before the first block.
 
-    Every block holds its pool. `close`, or leaving `with pool:`, frees the memory. A pool that is dropped without it does so
-    once its blocks are gone. It does not in a forked child or while the interpreter ends, where no device may be called. A
-    forked child cannot use the pool: it does not inherit pinned memory, so blocks there have addresses without memory. What
-    allocates, frees or gives views raises `RuntimeError` there. Raises `ValueError` and `TypeError` for invalid sizes and
+    Every block holds its pool. `close`, or the end of `with pool:`, frees the memory. A pool dropped without `close` frees it
+    once its blocks are gone, but not in a forked child or at the interpreter's end, where no device may be called. A forked
+    child cannot use the pool: it does not inherit pinned memory, so blocks there have addresses without memory. Methods that
+    allocate, free or return views raise `RuntimeError` there. Raises `ValueError` and `TypeError` for invalid sizes and
     devices. A pool cannot be copied or pickled.
     """
 
@@ -90,7 +90,7 @@ class PinnedPool(Uncopied):
         self._growth = Growth(self._ledger, limit)
         self._available = AvailableMemory()
         self.pid = ThisProcess.pid
-        # The finalizer must not hold the pool, only the parts that it needs. Never at exit: the driver may be gone by then.
+        # The finalizer must not hold the pool, only the parts that it needs. Not at exit, when the driver may be gone.
         weakref.finalize(self, self._ledger.free_all, self.device, self.pid).atexit = False
 
     @property
@@ -98,10 +98,10 @@ class PinnedPool(Uncopied):
         """Maximum bytes that the pool reserves. Set it, to bytes or text such as "4GiB", to shrink or grow the pool; a limit of
         "auto" becomes fixed.
 
-        Chunks that hold no block are freed at once until the limit holds; the host waits if the device still uses one of them.
-        Chunks with live blocks stay. While they exceed the limit, `allocate` refuses. They are freed as their last blocks
-        return, at the next `allocate` or `take_back`. Setting it raises `TypeError` and `ValueError` for an invalid size, and
-        `PoolStateError` for a closed pool.
+        Chunks without blocks are freed at once until the limit is met. The host waits if the device still uses one of them.
+        Chunks with live blocks stay. While they exceed the limit, `allocate` refuses. They are freed after their last blocks
+        are released, at the next `allocate` or `take_back`. Setting it raises `TypeError` and `ValueError` for an invalid size,
+        and `PoolStateError` for a closed pool.
         """
         return self._limit.nbytes
 
@@ -115,11 +115,11 @@ class PinnedPool(Uncopied):
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         """Return a block of `nbytes` (int bytes or "1MiB"). A block of zero bytes is valid and takes no memory.
 
-        `stream`, the first to touch the block, waits for the earlier users of its bytes; without one their events stay in
-        `block.pending_events`. The host waits for the device only instead of failing: if the limit leaves room only after an
-        unused chunk is given back, and the device still uses it. Raises `TypeError` and `ValueError` for an invalid size or
-        stream. Raises `HostMemoryExhausted` past the limit, or if the device can pin no more: the pool stays usable, and the
-        same request may succeed later. `allocate_pageable` gives pageable memory.
+        `stream`, the first to touch the block, waits for the earlier users of its bytes. Without a stream, their events stay in
+        `block.pending_events`. The host waits for the device in one case, instead of failing: the limit leaves room only after
+        an unused chunk is freed, and the device still uses that chunk. Raises `TypeError` and `ValueError` for an invalid size
+        or stream. Raises `HostMemoryExhausted` above the limit, or if the device can pin no more. The pool stays usable, and
+        the same request may succeed later. `allocate_pageable` gives pageable memory.
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = parse_size(nbytes, what="allocate")
@@ -135,9 +135,9 @@ class PinnedPool(Uncopied):
                 ledger.drain()
             block = ledger.allocate(self, nbytes)
         if block is None:
-            with self._chunks.lines:  # logged once it has a block: a handler may call `trim`
+            with self._chunks.lines:  # logged after the allocation: a log handler may call `trim`
                 block = self._growth.allocate_or_pin(self, nbytes)
-        # Outside of the lock, and with a complete block: if the device fails here, the block still returns itself.
+        # Outside of the lock, and with a complete block: if the device fails here, the block is still released.
         if block.pending_events:
             block.forget_complete()
             if stream is not None and block.pending_events:
@@ -145,21 +145,21 @@ class PinnedPool(Uncopied):
         return block
 
     def allocate_pageable(self, nbytes: int | str) -> PageableBlock:
-        """Return a block of `nbytes` of pageable memory, if no more can be pinned. It does not count for `max_bytes`; its limit
-        is the memory that the machine and the process's control groups leave.
+        """Return a block of `nbytes` of pageable memory, for when no more can be pinned. It does not count towards `max_bytes`.
+        Its limit is the memory available to the machine and the process's control groups.
 
-        It has no earlier user to wait for. Its memory is kept until the event of its release is complete. Raises
+        There is no earlier user to wait for. The memory is kept until the event of its release is complete. Raises
         `HostMemoryExhausted`.
         """
         nbytes = parse_size(nbytes, what="allocate")
         check_process("allocate_pageable", self.pid)
         available = self._available.read(taking=nbytes)
-        if 0 < available < nbytes:  # 0: the system does not say, so only the device decides
+        if 0 < available < nbytes:  # 0: unknown, so only the device decides
             raise HostMemoryExhausted(
                 f"pageable memory: asked for {nbytes} bytes, but {format_size(available)} of host memory are available; "
                 f"release blocks, ask for less, or give the process more memory"
             )
-        # It outlives the current mode, and a tensor made under inference_mode cannot be written outside of it.
+        # The block outlives the current mode, and a tensor made under inference_mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
             memory = self.device.alloc_pageable(nbytes)
         ledger = self._ledger
@@ -169,11 +169,11 @@ class PinnedPool(Uncopied):
             return PageableBlock(self, (ledger.add_pageable(memory), None), memory, 0, nbytes, ())
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in a block of its own, which returns when the tensor and its views are gone.
+        """Return a tensor in its own block, which is released when the tensor and its views are gone.
 
-        It may be dropped during a copy to or from it, on any stream. The next owner of its bytes then waits for all work of all
-        streams; if the last use is known, `allocate` with `release(after=event)` waits for less. Raises the errors of
-        `allocate`, `ValueError` for sizes below 0, and `TypeError` for an invalid shape or dtype.
+        The tensor may be dropped during a copy to or from it, on any stream. The next owner of its bytes then waits for all
+        work of all streams. If the last use is known, `allocate` with `release(after=event)` waits for less. Raises the errors
+        of `allocate`, `ValueError` for sizes below 0, and `TypeError` for an invalid shape or dtype.
         """
         sizes = plain_shape("empty", shape)
         check_dtype("empty", dtype)
@@ -182,11 +182,11 @@ class PinnedPool(Uncopied):
     def as_cupy_allocator(self) -> Callable[[int], Any]:
         """Return this pool as an allocator for `cupy.cuda.set_pinned_memory_allocator`: bytes -> `PinnedMemoryPointer`. The
         host may write there at once. If memory is exhausted, it raises the error after which CuPy copies without pinning.
-        Thread-safe; every pointer holds its block, and so the pool. Raises `DeviceUnavailable` if CuPy is not installed.
+        Thread-safe. Each pointer holds its block, and so the pool. Raises `DeviceUnavailable` if CuPy is not installed.
 
-        CuPy names no event when it drops memory. So the next owner of the bytes waits for all work of the device: Note
-        [Dropped] in `block`. `array.set(pinned)` and `array.get(out=pinned, blocking=False)` hold nothing while the copy runs.
-        With CuPy's own pool, memory dropped right after them is given out again at once; here its next owner waits.
+        CuPy passes no event when it drops memory. So the next owner of the bytes waits for all work of the device: Note
+        [Dropped] in `block`. `array.set(pinned)` and `array.get(out=pinned, blocking=False)` do not hold the memory during the
+        copy. CuPy's own pool reuses memory dropped right after them at once; here its next owner waits.
         """
         cupy = cupy_cuda()
 
@@ -197,13 +197,12 @@ class PinnedPool(Uncopied):
                 raise cupy.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION) from exhausted
             block.synchronize()
             memory = SimpleNamespace(block=block, size=block.nbytes, ptr=block.buffer.data_ptr() if block.nbytes else 0)
-            return cupy.PinnedMemoryPointer(memory, 0)  # which keeps the object, and so the block
+            return cupy.PinnedMemoryPointer(memory, 0)  # the pointer keeps the object, and so the block
 
         return allocate
 
     def take_back(self) -> None:
-        """Return released blocks to the free list, and free chunks beyond a lowered limit: work of the next allocation, done
-        when there is time."""
+        """Return released blocks to the free list, and free chunks above a lowered limit. The next allocation then need not."""
         ledger = self._ledger
         with ledger.lock:
             ledger.drain()
@@ -211,14 +210,13 @@ class PinnedPool(Uncopied):
             self._growth.shrink()
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """Record the release of a block; only blocks call it. An append is atomic, and takes no lock that its own thread may
-        hold."""
+        """Record the release of a block. Called only by blocks. An append is atomic, and takes no lock."""
         self._returned.append((ticket, events))
 
     # --- memory
 
     def trim(self) -> int:
-        """Free the chunks that hold no block and that the device is done with; return their bytes."""
+        """Free the chunks without blocks that the device no longer uses. Returns their bytes."""
         check_process("trim", self.pid)
         with self._ledger.lock:
             self._ledger.drain()
@@ -226,27 +224,27 @@ class PinnedPool(Uncopied):
         return self._growth.free_unused(wait=False)
 
     def units_reader(self) -> Callable[[], Units]:
-        """Return a function that reads the live blocks' units as of the last call, for `units_bytes`. It takes no lock."""
+        """Return a function that reads the live blocks' units as of the pool's last call, for `units_bytes`. Takes no lock."""
         return self._chunks.free_list.units_reader()
 
     def stats(self) -> PoolStats:
-        """Statistics of the pool now, including every release until now. Not for finalizers: it takes the pool's lock."""
+        """Return present statistics of the pool, including all releases. Not for finalizers: it takes the pool's lock."""
         with self._ledger.lock:
             return self._ledger.stats(self._limit.nbytes)
 
     def recent_peak_bytes(self) -> int:
-        """Maximum bytes of live blocks since the last call, counted as `PoolStats.live_bytes`."""
+        """Return the maximum of `PoolStats.live_bytes` since the last call."""
         with self._ledger.lock:
             self._ledger.drain()
             return self._chunks.free_list.recent_peak()
 
     def close(self) -> None:
-        """Free all memory, once the device is done with it (the host waits). A second call does nothing.
+        """Free all memory, after the device's work on it (the host waits). A second call does nothing.
 
-        In a forked child it does nothing: the memory is the parent's. Raises `PoolStateError`, and changes nothing, while
-        blocks are live.
+        In a forked child it does nothing, because the parent owns the memory. Raises `PoolStateError`, and changes nothing,
+        while blocks are live.
         """
-        if ThisProcess.pid != self.pid:  # checked first: another thread may have held the lock when the process forked
+        if ThisProcess.pid != self.pid:  # checked first: another thread may have held the lock at the fork
             return
         ledger = self._ledger
         with ledger.lock:
@@ -262,7 +260,7 @@ class PinnedPool(Uncopied):
             ending = [event for _, events in ledger.ending for event in events]
         self._growth.free_unused(wait=True)
         for event in ending:
-            event.synchronize()  # the last device access to pageable memory -> it is dropped
+            event.synchronize()  # the last device access to pageable memory -> its free
         with ledger.lock:
             ledger.drop_ended()
 
@@ -274,7 +272,7 @@ class PinnedPool(Uncopied):
 
 
 def host_block(pool: PinnedPool, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
-    """Return a block as `pool.allocate` does, or a pageable one if no more can be pinned. Raises `HostMemoryExhausted` if the
+    """Return a block as `pool.allocate` does, or a pageable block if no more can be pinned. Raises `HostMemoryExhausted` if the
     host has neither."""
     try:
         return pool.allocate(nbytes, stream)
@@ -283,9 +281,9 @@ def host_block(pool: PinnedPool, nbytes: int, stream: Stream | None = None) -> P
 
 
 def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes: int | None = None) -> PinnedPool:
-    """Return `pool`, or a new one of `max_bytes` on `device`, as in `PinnedPool`. With a pool, device None means the pool's.
+    """Return `pool`, or a new pool of `max_bytes` on `device`, as in `PinnedPool`. With a pool, device None means the pool's.
 
-    Raises `TypeError` if `pool` is no pool, `ValueError` if it is of another device.
+    Raises `TypeError` if `pool` is not a pool, `ValueError` if it belongs to another device.
     """
     if pool is None:
         return PinnedPool(max_bytes=max_bytes, device=device)

@@ -1,15 +1,15 @@
-"""Note how storages are made during a forward, as `CallWatch` does, in C++: `device/notes.cpp`, an optional helper.
+"""Note how storages are made during a forward, like `CallWatch`, but in C++: `device/notes.cpp`, an optional helper.
 
     watch = watch_calls(device, before_write)      # a `CallNotes`, or the `CallWatch` that is its reference
     with watch: ...
     watch.value_of(storage).call                   # read from the notes at that moment, for this chain only
 
-An operator costs 1 us more, instead of 15 us or more under a mode, and no gradient has another formula. Names are those of the
+An operator costs 1 us more, instead of at least 15 us under a mode, and no gradient formula changes. Names are those of the
 operators below autograd. Under a mode, such as the recorder, a few composite operators run others instead. A storage that a
-plan holds by such a name is not held.
+plan names by such an operator is not held.
 
 `CallWatch` is used instead if the helper is not built or does not load, or if the thread has another session's notes. It is
-also used if dynamo has compiled anything: dynamo's guards compare the active dispatch keys.
+also used if dynamo has compiled a frame, because dynamo's guards compare the active dispatch keys.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BeforeWrite = Callable[[Value], None]
 
 
 def watch_calls(device: Device, before_write: BeforeWrite) -> AnyWatch:
-    """Return the object that notes the calls of a step on this thread. `before_write`: as in `CallWatch`."""
+    """Return an object that notes the calls of a step on this thread. `before_write`: as in `CallWatch`."""
     helper = None if frames_compiled() else native.load("notes")
     return CallWatch(device, before_write) if helper is None or helper.is_taken() else CallNotes(helper, device, before_write)
 
@@ -83,7 +83,7 @@ class NotedValue(Value):
 
 
 class CallNotes:
-    """Note calls on one thread, as `CallWatch` does. Not thread-safe, except for calls by another thread's hooks."""
+    """Notes of the calls on one thread, like `CallWatch`. Not thread-safe, except for calls by hooks on other threads."""
 
     must_leave = False
     """Always False: no dispatch mode is on, so no gradient is computed by another formula."""
@@ -99,12 +99,12 @@ class CallNotes:
         self._calls: dict[int, Call] = {}
         self._storages: dict[int, Any] = {}
         me = weakref.ref(self)
-        """Weak, for the helper: the garbage collector does not see the helper's references."""
+        """Weak reference for the helper, because the garbage collector does not see the helper's references."""
         self.noted: Any = helper.Notes(partial(_tell, me), not device.simulated)
         self.births = Births()
         self.after_forward: Callable[[], None] | None = None
         self.is_over = False
-        """True if the step has ended, or turned out to recompute nothing: the watch must be left."""
+        """True if the step has ended or recomputes nothing. Then the watch must be exited."""
 
     def __enter__(self) -> Self:
         torch._C._dispatch_tls_set_dispatch_key_included("Fake", True)
@@ -114,7 +114,7 @@ class CallNotes:
         self.leave_if_on()
 
     def leave_if_on(self) -> None:
-        """Leave it, also if autograd has put the dispatch key back."""
+        """Exit the watch, also if autograd has restored the dispatch key."""
         if threading.get_ident() == self._thread:  # another thread may have notes of its own
             torch._C._dispatch_tls_set_dispatch_key_included("Fake", False)
 
@@ -132,7 +132,7 @@ class CallNotes:
         return None if number == _NONE else self._known(number)
 
     def given(self, t: Tensor) -> Value:
-        """Latest value of the storage of `t`, a plain tensor; a new value if none was known."""
+        """Return the latest value of the storage of `t`, a plain tensor; a new value if none is known."""
         return self._known(self.noted.given(t))
 
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
@@ -154,7 +154,7 @@ class CallNotes:
         return self._storages[number]
 
     def call(self, number: int) -> Call:
-        """Call of that number, as `CallWatch` would note it."""
+        """Return the call with that number, as `CallWatch` would note it."""
         return self._calls.get(number) or self._calls.setdefault(number, self._read(number))
 
     def _read(self, number: int) -> Call:
@@ -176,7 +176,7 @@ class CallNotes:
         return Call(operation, tuple(one for argument, one in arguments if not argument.kwarg_only), named)
 
     def _put_tensors(self, given: list[Any], numbers: Sequence[int]) -> None:
-        """Decode the tensors in `numbers`, and put them at their places in `given` or into the lists there."""
+        """Decode the tensors in `numbers`, and put them at their indexes in `given` or into lists there."""
         at = 0
         while at < len(numbers):
             place, in_list, number, dtype, offset, conj, neg, rank = numbers[at : at + 8]
@@ -223,17 +223,17 @@ class CallNotes:
 _Known = tuple[Any, OpFacts, tuple[Any, ...]]
 
 _of_torch: dict[tuple[str, str, str], _Known] = {}
-"""Facts about torch's own operators, which are never redefined, by name, overload and type of device."""
+"""Facts about torch's own operators, by name, overload and device type. Torch's operators are never redefined."""
 
 
 def _facts(name: str, overload: str, device_type: str) -> _Known:
-    """Return an operator, its facts, and a tuple for the helper. The tuple's flags: skip it; it runs in parts, is in place,
-    random, a product; version counters show its writes. Then: indices of arguments that it may write to, number of arguments,
-    number of results."""
+    """Return an operator, its facts, and a tuple for the helper. The tuple has flags: skip it; it runs in parts; it is in
+    place, random, a product; version counters show its writes. Then: indices of arguments that it may write, number of
+    arguments, number of results."""
     namespace, _, base = name.partition("::")
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
-    except (AttributeError, RuntimeError):  # one of `prim` that torch.ops lacks: a question
+    except (AttributeError, RuntimeError):  # a query of `prim` that torch.ops lacks
         return None, OpFacts(base), (True, False, False, False, False, False, [], 0, 0)
     facts, arguments = OpFacts.of(func, device_type), func._schema.arguments
     written = [i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]

@@ -1,8 +1,8 @@
-"""Calls of operators without their tensors, the settings that they ran with, and the mode that notes them.
+"""Calls of operators without their tensors, the settings with which they ran, and the mode that notes them.
 
-    value.call                     # the call that made it; None: it was made before
+    value.call                     # the call that made the value; None: it was made earlier
     call.arguments()               # the call's tensors: the value of each, and its geometry over the storage
-    call.operation                 # the operator itself, its generator's state and torch's settings at that moment
+    call.operation                 # the operator, its generator's state and torch's settings at that time
 
 A value is the content of a storage between two writes. None of these objects holds a tensor.
 """
@@ -47,12 +47,11 @@ from chameleon_mm.record.dispatch_state import (
 from chameleon_mm.replayable import PRODUCTS, base_name
 from chameleon_mm.units import allocated_size
 
-# --- Global settings of torch that decide which bits an operator computes: read when it runs, applied again when it is
-# replayed.
+# --- Global settings of torch that influence the bits of an operator's result: read when it runs, applied when it is replayed.
 #
 # The default dtype matters for all operators: it is the dtype of `zeros(3)` and of a quotient of integers. The precisions and
-# kernels that products and convolutions may use are read for these alone. All settings are global to the process, so other
-# threads see applied ones. They are applied only if the user changed one between an operator and its replay.
+# kernels of products and convolutions are read only for these. All settings are global to the process, so other threads see
+# applied settings. They are applied only if the user changed one between an operator and its replay.
 
 _C: Any = torch._C
 
@@ -66,7 +65,7 @@ class _Setting(NamedTuple):
 
 
 _PRECISIONS = "generic all", "cuda all", "mkldnn all", "cuda matmul", "cuda conv", "mkldnn matmul", "mkldnn conv"
-"""Backends, each with a kind of operator. Widest first: writing one may change the narrower ones."""
+"""Backends, each with a kind of operator. Widest first, because writing one may change the narrower ones."""
 
 _NAMES = (
     "cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
@@ -123,28 +122,27 @@ _Leaf = TypeVar("_Leaf")
 
 
 def has_plain_storage(t: Tensor) -> bool:
-    """True if the bytes of `t` are in one storage, at the places that its strides give."""
+    """True if the bytes of `t` are in one storage, at the offsets given by its strides."""
     return t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_mkldnn) and has_storage(t)
 
 
 class Births:
-    """Storages to hold from their birth on, recognized by their places of birth in a plan. Not thread-safe."""
+    """Storages to hold from their birth on, recognized by the plan's places of birth. Not thread-safe."""
 
     __slots__ = ("_hooks", "_places", "_ran", "_watched", "born")
 
     def __init__(self) -> None:
         self._places: Mapping[BirthPlace, int] = {}
         self._watched = frozenset[int]()
-        """Numbers of hooks so far in the step when one of them is born."""
+        """Numbers of hooks in the step before each of these births."""
         self._ran: Counter[str] = Counter()
-        """Number of operators since the last hook, by name. Counted only if a storage is to be held."""
+        """Number of operators since the last hook, by name. Counted only if storages should be held."""
         self._hooks = 0
         self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
-        """Storages born and not taken yet, each with the plan's number and its value. `take` hands them to their holder."""
+        """Born storages that `take` has not returned yet, each with the plan's number and its value."""
 
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
-        """Hold the storages that are born at `places`, which maps to the plan's number of the storage. Forgets storages born at
-        earlier places."""
+        """Hold the storages born at `places`, a mapping to the plan's numbers. Forgets storages born at earlier places."""
         self.born.clear()
         self._places, self._watched = places, frozenset(place.hooks for place in places)
 
@@ -154,7 +152,7 @@ class Births:
 
     @property
     def are_due(self) -> bool:
-        """True if a storage to hold is born before the next hook: operators must be noted."""
+        """True if a storage to hold is born before the next hook. Then operators must be noted."""
         return self._hooks in self._watched
 
     def note(self, operator: str, made: Iterable[Value]) -> None:
@@ -187,7 +185,7 @@ class Geometry(NamedTuple):
         return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor at this place of `storage`, with a version counter of its own."""
+        """Return a tensor at this place of `storage`, with a new version counter."""
         flat = torch.empty(0, dtype=self.dtype, device=storage.device)
         t = flat.set_(storage, self.offset, self.shape, self.stride)
         if self.conj:
@@ -197,7 +195,7 @@ class Geometry(NamedTuple):
 
 class Result(NamedTuple):
     returned: bool
-    """True if it is in a tensor that the call returned; False: in an argument that the call wrote to."""
+    """True: in a tensor that the call returned. False: in an argument that the call wrote."""
     position: int
 
 
@@ -205,15 +203,15 @@ class Result(NamedTuple):
 class Relied:
     """Dependents of a value's bytes: autograd's handles, and dropped storages recomputed from it. Note [Relied on].
 
-    It refers neither to the value nor to its call, so a recipe that holds it holds no history of the step.
+    It refers neither to the value nor to its call. So a recipe that holds it does not hold the step's history.
     """
 
     handles: list[weakref.ref[Any]] = field(default_factory=list)
-    """Autograd's handles that are not used yet."""
+    """Handles of autograd that are not used yet."""
     dependents: list[weakref.ref[Any]] = field(default_factory=list)
-    """Saved storages that were dropped and are recomputed from the bytes."""
+    """Dropped saved storages that are recomputed from the bytes."""
     reliance: weakref.ref[Any] | None = None
-    """Watcher of the handles, if a recipe relies on them."""
+    """Watch of the handles, if a recipe relies on them."""
 
     @property
     def by_autograd(self) -> bool:
@@ -221,7 +219,7 @@ class Relied:
         return any(handle() is not None for handle in self.handles)
 
     def note_used(self, handle: object) -> None:
-        """Note that a node is given the tensor of `handle`."""
+        """Note that a node gets the tensor of `handle`."""
         self.handles = [ref for ref in self.handles if ref() is not None and ref() is not handle]
 
 
@@ -239,34 +237,34 @@ class Value:
         """Weak reference to the storage, the same one for all of its values."""
         self.nbytes = nbytes
         self.call = call
-        """Call that made it, in its tensor `result`. None: it was made before the watch saw it, or unseen."""
+        """Call that made the value, in its tensor `result`. None: it was made before the watch began, or unseen."""
         self.result = result
         self.writes = writes
-        """Number of writes to the storage that were seen, including this value's own."""
+        """Number of seen writes to the storage, including the one that made this value."""
         self.is_latest = True
         """True if no later write to the storage was noticed."""
         self.tensor: weakref.ref[Tensor] | None = None
         """Tensor over the storage whose version counter shows later writes. `version`: the counter without such writes."""
         self.version = 0
         self.claim: weakref.ref[Any] | None = None
-        """Holder of its bytes: a claim, or the handle of a kept tensor. None: no holder is known."""
+        """Holder of the value's bytes: a claim, or the handle of a kept tensor. None: no holder is known."""
         self.relied: Relied | None = None
-        """Dependents of its bytes; None: there are none."""
+        """Dependents of the value's bytes; None: there are none."""
 
     def relied_on(self) -> Relied:
-        """Return the dependents of its bytes, made if there are none yet."""
+        """Return the dependents of the value's bytes. Makes an empty `Relied` if there is none."""
         if self.relied is None:
             self.relied = Relied()
         return self.relied
 
     @property
     def has_dependents(self) -> bool:
-        """True if dropped storages are recomputed from its bytes: that must be done before a write to it."""
+        """True if dropped storages are recomputed from the value's bytes. That must happen before a write to them."""
         return self.relied is not None and bool(self.relied.dependents)
 
     @property
     def is_uninitialised(self) -> bool:
-        """True if it is uninitialised memory: the call that made it wrote nothing."""
+        """True if the value is uninitialised memory: the call that made it wrote nothing."""
         return self.call is not None and self.call.operation.facts.uninitialised
 
 
@@ -283,21 +281,20 @@ class Operation:
         self.func = func
         self.facts = facts
         self.grad_enabled = torch.is_grad_enabled()
-        """True if gradients were on. They are off inside a custom function's forward."""
+        """True if gradients were enabled. They are disabled inside a custom function's forward."""
         self.settings = settings_now(is_product=is_product(func))
         self.made_bytes = 0
-        """Device memory of the storages that it made."""
+        """Device memory, in bytes, of the storages that the operator made."""
         self.random_state: tuple[torch.Generator, Tensor] | None = None
-        """Generator that it drew from, and the generator's state before."""
+        """Generator from which the operator drew, and the generator's state before."""
         self.dropped: list[tuple[Result, weakref.ref[Any]]] = []
-        """Dropped storages that it recomputes, each with its position among the call's tensors. One replay makes all of
-        them."""
+        """Dropped storages that the operator recomputes, each with its position in the call. One replay makes all."""
 
 
 class Call(NamedTuple):
     operation: Operation
     args: Any
-    """Arguments, with an `Argument` in place of each tensor; None: one of them cannot be noted."""
+    """Arguments, with an `Argument` in place of each tensor; None: an argument cannot be noted."""
     kwargs: Any
 
     def arguments(self) -> list[Argument]:
@@ -317,7 +314,7 @@ def leaves_of(nest: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
 
 
 def map_leaves(nest: Any, kind: type[_Leaf], change: Callable[[_Leaf], Any]) -> Any:
-    """Return `nest` with `change(leaf)` in place of each instance of `kind`. A flat tuple or list without one is not copied."""
+    """Return `nest` with `change(leaf)` in place of each instance of `kind`. A flat tuple or list without any is not copied."""
     if isinstance(nest, kind):
         return change(nest)
     if isinstance(nest, (tuple, list)):
@@ -330,7 +327,7 @@ def map_leaves(nest: Any, kind: type[_Leaf], change: Callable[[_Leaf], Any]) -> 
 
 
 def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Tensor arguments that a call writes to, including those that its schema does not declare as written."""
+    """Return the tensor arguments that a call writes, including those that its schema does not declare as written."""
     given = [args[i] for i in facts.mutated if i < len(args)]
     given += [kwargs[name] for name in facts.mutated_names if name in kwargs]
     if facts.hidden_writes:
@@ -339,7 +336,7 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def with_storages(t: Tensor) -> Iterable[Tensor]:
-    """`t` if it has a storage, or the tensors that it consists of, such as a sparse tensor's indices and values."""
+    """Return `t` if it has a storage, else the tensors of which it consists, such as a sparse tensor's indices and values."""
     if t.layout is torch.strided and not t.is_nested:
         return (t,) if has_storage(t) else ()
     found: dict[int, Tensor] = {}
@@ -348,7 +345,7 @@ def with_storages(t: Tensor) -> Iterable[Tensor]:
 
 
 def tensors_of(nest: Any) -> list[Tensor]:
-    """Tensors in a nest of arguments or results, in order."""
+    """Return the tensors in a nest of arguments or results, in order."""
     return list(leaves_of(nest, Tensor))
 
 
@@ -358,7 +355,7 @@ def is_product(func: Any) -> bool:
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """Generator that a random operator draws from: the given one, or the default generator of its device."""
+    """Return the generator from which a random operator draws: the given one, or the default generator of its device."""
     for one in (*args, *kwargs.values()):
         if isinstance(one, torch.Generator):
             return one
@@ -375,11 +372,11 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generat
     return generators[index] if index < len(generators) else None
 
 
-# --- Note how storages are made during a forward: for each value of a storage, the call that made it, with its arguments.
+# --- Watch of how storages are made during a forward: for each value of a storage, the call that made it, with arguments.
 #
-# A value is the content of a storage between two writes. An operator in place makes a new value of a storage from its old one.
-# A view makes none: each argument is noted as a value and its geometry over the storage. Values and calls hold no tensor, only
-# numbers. They are dropped with the watch, at the end of the step at the latest.
+# A value is the content of a storage between two writes. An in-place operator makes a new value of a storage from the old one.
+# A view makes no value: each argument is noted as a value and its geometry over the storage. Values and calls hold only
+# numbers, no tensors. They are dropped with the watch, at the latest at the end of the step.
 
 
 class _Opaque(Exception):
@@ -387,10 +384,10 @@ class _Opaque(Exception):
 
 
 class CallWatch(StepMode):
-    """Note calls on one thread. `before_write` is called before an operator writes to a value that others are recomputed from.
+    """Watch of the calls on one thread. It calls `before_write` before an operator writes to a value with dependents.
 
-    Operators run unchanged. But under any dispatch mode autograd computes a few gradients by another formula. `must_leave` is
-    True after such an operator: leave the mode before its backward begins. Calls in a backward, under a tracer, in a captured
+    Operators run unchanged. But under any dispatch mode, autograd computes a few gradients by another formula. `must_leave` is
+    True after such an operator: exit the mode before its backward begins. Calls in a backward, under a tracer, in a captured
     graph and in a forked child are not noted. Not thread-safe.
     """
 
@@ -404,28 +401,28 @@ class CallWatch(StepMode):
         self._number = 0
         self.births = Births()
         self.after_forward: Callable[[], None] | None = None
-        """Called by hooks of a backward: storages held only during the forward may be freed."""
+        """Function that hooks of a backward call, to free storages held only during the forward."""
         self.is_over = False
-        """True if the step has ended, or turned out to recompute nothing: no more calls are noted."""
+        """True if the step has ended or recomputes nothing. Then no more calls are noted."""
         self.must_leave = False
-        """True if it must be left before the step's backward, because bits would change."""
+        """True if the mode must be exited before the step's backward, because bits would change."""
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave it, also if other modes are above it. Does nothing if autograd has removed it."""
+        """Exit the mode, even if other modes are above it. Does nothing if autograd has removed it."""
         if is_on(self):
             leave(self)
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
-        """Latest value of `storage`; None: not known."""
+        """Return the latest value of `storage`; None: unknown."""
         value = self._latest.get(id(storage))
         return value if value is not None and value.storage() is storage and value.nbytes == storage.nbytes() else None
 
     def end(self) -> None:
-        """Note nothing more, and forget the notes."""
+        """Stop noting calls, and forget the notes."""
         self.is_over = True
         self._latest.clear()
         self.births.born.clear()
@@ -445,12 +442,12 @@ class CallWatch(StepMode):
             return func(*args, **kwargs)
         for kind in types:
             if kind.__torch_dispatch__ is not PLAIN_DISPATCH:
-                return NotImplemented  # torch asks the subclass, with this mode still active for its parts
+                return NotImplemented  # torch then calls the subclass, with this mode active for its inner tensors
         facts = self._facts[func]
         if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
         if facts.question or not (facts.kernel or facts.uninitialised):
-            return func(*args, **kwargs)  # a view, or a question: no bytes are made
+            return func(*args, **kwargs)  # a view or a query makes no bytes
         if may_have_other_formula(facts):
             call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
             self.must_leave = self.must_leave or has_other_formula(call)
@@ -496,14 +493,14 @@ class CallWatch(StepMode):
         root = None if value is None or value.tensor is None else value.tensor()
         if value is None or (root is not None and root._version != value.version):
             if value is not None:
-                value.is_latest = False  # something wrote to it unseen
+                value.is_latest = False  # an unseen write
             value = self._latest[id(storage)] = Value(weakref.ref(storage), storage.nbytes(), None, None, 0)
             self._note_counter(value, t, writes=0)
         return value
 
     @staticmethod
     def _note_counter(value: Value, t: Tensor, *, writes: int) -> None:
-        """Note the version counter of `t`, which the running call raises by `writes` when it ends."""
+        """Note the version counter of `t`, which the running call increases by `writes` at its end."""
         if not t.is_inference():
             root = t if (base := t._base) is None else base
             value.tensor, value.version = weakref.ref(root), root._version + writes

@@ -1,14 +1,14 @@
-"""State of torch's dispatch around a recorder: tells if the recorder may record, and if it sees the whole step.
+"""State of torch's dispatch around a recorder: whether the recorder may record, and whether it sees the whole step.
 
-forked     -> in a forked child: locks may be held for ever, and the device is not its own
+forked     -> in a forked child: locks may be held forever, and the device belongs to the parent
 capturing  -> a graph is captured: the device must not be queried
 tracing    -> a tracer runs: tensors are fake, or operators go into the tracer's graph
-compiled   -> dynamo compiled: the step includes compile time, and runs other kernels the next time
-tracer_is_on()               -> as `tracing`, for a caller without a step's beginning to compare with
+compiled   -> dynamo compiled: the step includes compile time, and later steps run other kernels
+tracer_is_on()               -> as `tracing`, without comparison to the step's beginning
 in_backward()                -> True if autograd runs a backward on this thread
 is_on(mode), leave(mode), remove(mode)  -> a mode on this thread's stack, found by identity, also below other modes
 StepMode                     -> base of the modes that are on for a part of a step
-has_other_formula(call)      -> True: the mode must be left before the backward of this call begins
+has_other_formula(call)      -> True: the mode must be exited before the backward of this call begins
 
 While any dispatch mode is on, torch computes the gradient of some operators by another formula, which rounds differently. That
 formula avoids in-place writes and data-dependent shapes (`isTensorSubclassLike` in torch's FunctionsManual.cpp).
@@ -35,21 +35,21 @@ from chameleon_mm.device.operators import OpCall, OpFacts
 _Key = torch._C._TorchDispatchModeKey
 
 SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-"""Pair of functions that autograd calls: at the save of a tensor, and at its use."""
+"""Pair of functions that autograd calls at the save and at the use of a tensor."""
 
 PLAIN_DISPATCH = Tensor.__torch_dispatch__
 """`__torch_dispatch__` of classes that do not change operators."""
 
 _OF_ANY_INPUT = frozenset({"prod", "cumprod", "ormqr", "linalg_matrix_exp", "linalg_eig", "_linalg_eigh"})
-"""Operators with another formula for the gradient of any input; for the last three, for the gradient's own gradient."""
+"""Operators with another formula for the gradient of any input; for the last three: for the second gradient."""
 
 _OF_ONE_INPUT = {"masked_fill": 2}
 """Index of the only argument whose gradient has another formula, by operator."""
 
 
 class DispatchState:
-    """Process, capture and dispatch modes, compared with those at its construction. Takes no lock, and calls only `capturing`
-    of `device`."""
+    """Process, capture and dispatch modes, compared with their state at construction. Takes no lock. Of `device`, it calls only
+    `capturing`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -67,7 +67,7 @@ class DispatchState:
 
     @property
     def tracing(self) -> bool:
-        """True if a tracer runs on this thread that was not there from the beginning."""
+        """True if a tracer runs on this thread that did not run at construction."""
         return tracer_is_on(besides=self._fake_mode)
 
     @property
@@ -76,7 +76,7 @@ class DispatchState:
 
     @property
     def compiled(self) -> bool:
-        """True if dynamo has compiled anything since construction, on any thread."""
+        """True if dynamo has compiled since construction, on any thread."""
         return frames_compiled() != self._frames
 
 
@@ -85,7 +85,7 @@ num_modes = torch._C._len_torch_dispatch_stack
 
 
 def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
-    """True if a tracer other than the `FakeTensorMode` `besides` runs on this thread: tensors made under it are fake, or part
+    """True if a tracer other than the `FakeTensorMode` `besides` runs on this thread. Tensors made under it are fake, or part
     of its graph."""
     if num_modes() == 0:
         return False
@@ -98,7 +98,7 @@ def in_backward() -> bool:
 
 
 def saved_tensor_hooks_on_top() -> SavedTensorHooks | None:
-    """Innermost saved-tensor hooks of this thread, which are those that autograd calls; None: there are none."""
+    """Return the innermost saved-tensor hooks of this thread, which autograd calls; None: there are none."""
     hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
@@ -108,23 +108,23 @@ def is_on(mode: TorchDispatchMode) -> bool:
 
 
 def leave(mode: TorchDispatchMode) -> None:
-    """Leave `mode`, which is on this thread's stack, and no other. Torch itself would remove the innermost mode."""
+    """Exit only `mode`, which is on this thread's stack. Torch itself would remove the innermost mode."""
     _with_innermost(mode, lambda: TorchDispatchMode.__exit__(mode, None, None, None))
 
 
 def remove(mode: TorchDispatchMode) -> None:
-    """Remove `mode`, which was left before, from this thread's stack."""
+    """Remove `mode`, which was exited earlier, from this thread's stack."""
     _with_innermost(mode, _pop_mode)
 
 
 def _with_innermost(mode: TorchDispatchMode, act: Callable[[], object]) -> None:
     """Call `act` while `mode`, which is on this thread's stack, is the innermost entered mode."""
     above: list[tuple[TorchDispatchMode, bool]] = []
-    # A tracer's mode has a place of its own in the stack, above all entered modes: it does not count as innermost.
+    # A tracer's mode has its own place in the stack, above all entered modes. It does not count as innermost.
     entered = [one for one in _get_current_dispatch_mode_stack() if not hasattr(one, "_mode_key")]
     while (one := entered.pop()) is not mode:
-        # Left and entered: each remembers whether one was on before it, and dynamo compiles anew in each step if that is wrong.
-        remembers = bool(getattr(one, "old_dispatch_mode_flags", ()))  # not if autograd put it back after it was left
+        # Exit and enter: each mode stores whether one was on before it. If that is wrong, dynamo compiles in each step.
+        remembers = bool(getattr(one, "old_dispatch_mode_flags", ()))  # not if autograd restored it after its exit
         TorchDispatchMode.__exit__(one, None, None, None) if remembers else _pop_mode()
         above.append((one, remembers))
     act()
@@ -133,7 +133,7 @@ def _with_innermost(mode: TorchDispatchMode, act: Callable[[], object]) -> None:
 
 
 def frames_compiled() -> int:
-    """Number of frames that dynamo was given to compile in this process; 0 if dynamo was not imported."""
+    """Return the number of frames passed to dynamo in this process; 0 if dynamo was not imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])
 
@@ -143,7 +143,7 @@ _compiled = threading.local()
 
 @contextmanager
 def compiled_region() -> Iterator[None]:
-    """Context in which the operators of this thread are those of a compiled region: none of them runs again alone."""
+    """Context for operators of a compiled region on this thread. None of them may run again by itself."""
     before = in_compiled_region()
     _compiled.region = True
     try:
@@ -153,7 +153,7 @@ def compiled_region() -> Iterator[None]:
 
 
 def in_compiled_region() -> bool:
-    """True if the operators that run on this thread now are those of a compiled region."""
+    """True if this thread runs operators of a compiled region now."""
     return bool(getattr(_compiled, "region", False))
 
 
@@ -168,12 +168,12 @@ class StepMode(RegionMode):
 
     @property
     def is_paused(self) -> bool:
-        """True if the operators that run on this thread now are not the model's."""
+        """True if this thread runs operators now that are not the model's."""
         return bool(getattr(self._thread, "paused", 0))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which the operators of this thread are not part of the step. May be nested."""
+        """Context for operators on this thread that are not part of the step. May be nested."""
         depth = getattr(self._thread, "paused", 0)
         try:
             self._thread.paused = depth + 1
@@ -182,19 +182,19 @@ class StepMode(RegionMode):
             self._thread.paused = depth
 
     def leave_if_on(self) -> None:
-        """Remove the mode from this thread's stack, if autograd put it back after it was left."""
+        """Remove the mode from this thread's stack, if autograd restored it after its exit."""
         if is_on(self):
             remove(self)
 
 
 def may_have_other_formula(facts: OpFacts) -> bool:
-    """True if, under a dispatch mode, some call of the operator has a gradient with another formula."""
+    """True if a dispatch mode changes the gradient formula of some calls of the operator."""
     name = facts.name.removesuffix("_")
     return name in _OF_ANY_INPUT or name in _OF_ONE_INPUT
 
 
 def has_other_formula(call: OpCall) -> bool:
-    """True if, under a dispatch mode, a gradient of this call has another formula."""
+    """True if a dispatch mode changes a gradient formula of this call."""
     name = call.facts.name.removesuffix("_")
     if name in _OF_ANY_INPUT:
         return any(t.requires_grad for t in call.inputs.values())

@@ -1,7 +1,7 @@
 """Record one step as a `Trace`: a dispatch mode records every operator, and saved-tensor hooks report saves and uses.
 
     recorder = Recorder(device, model=model)
-    with recorder:                                   # enter it after `device.compute()`, so that it sees operators first
+    with recorder:                                   # enter it after `device.compute()`, to see operators first
         loss = model(x); loss.backward(); optimizer.step()
     trace = recorder.finish(fingerprint)
 
@@ -9,14 +9,14 @@ Calls by the hooks that swap, in this order:
 
     save:  recorder.sendable(traced)                 # for earlier saves whose operator is over
            with recorder.paused(): ...               # around allocations and operators of swapping itself
-               recorder.restored(traced, storage)    # new memory that holds its bytes: the same tensor of the trace
-               with recorder.untimed(): ...          # around its waits and its kernels on compute
-           traced = recorder.add_claim(storage)      # once for each claim on a storage
-           recorder.on_save([traced], feature)       # once for each hook call, also if a wrapper holds several tensors
+               recorder.restored(traced, storage)    # new memory with its bytes: the same tensor of the trace
+               with recorder.untimed(): ...          # around waits and kernels of swapping on compute
+           traced = recorder.add_claim(storage)      # once per claim on a storage
+           recorder.on_save([traced], feature)       # once per hook call, also if a wrapper holds several tensors
     use:   ... recorder.on_use([traced], feature)
     end:   recorder.retired(traced)                  # the claim has ended; any thread, at any time
 
-The recorder decides what to record and when to give up, and holds the lock. `StepLog` stores the step.
+The recorder decides what to record and when to stop, and holds the lock. `StepLog` stores the step.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ from chameleon_mm.record.retry import OomRetry, ReclaimSome
 from chameleon_mm.record.step_log import UNMOVABLE, OpTimes, RunningRegion, StepLog, content_of, describe_tensor
 from chameleon_mm.record.storages import TracedStorage
 
-# --- Path of the module whose forward runs, as in `named_modules`, and line of the program: found on the stack, without hooks
+# --- Path of the module whose forward runs, as in `named_modules`, and line of the program, read from the stack without hooks
 #
 # Only locals of `nn.Module.__call__` are read. Its frames hold them until they return anyway, so reading them keeps no tensor
-# alive. Of the user's own frames only file and line are read.
+# alive. In the user's own frames, only file and line are read.
 
 _CALL = nn.Module._call_impl.__code__
 _NOT_THE_PROGRAMS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Beginnings of the file names of torch, of this library, and of code that has no file."""
+"""Beginnings of the file names of torch, of this library, and of code without a file."""
 
 
 class ModuleNames:
-    """Paths of modules in `model` if it is given and has them, else in the outermost running module."""
+    """Paths of modules: in `model` if it is given and contains them, else in the outermost running module."""
 
     def __init__(
         self, model: nn.Module | None, *, keep: Iterable[nn.Module] = (), never_recompute: Iterable[nn.Module] = ()
     ) -> None:
-        """`keep`, `never_recompute`: modules whose forwards have the marks of `SavePlace`."""
+        """`keep`, `never_recompute`: modules whose forwards set these marks of `SavePlace`."""
         self._paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._model = None if model is None else weakref.ref(model)
         self._keep, self._never_recompute = weakref.WeakSet(keep), weakref.WeakSet(never_recompute)
         self.keeps_some = bool(self._keep)
 
     def here(self) -> SavePlace:
-        """Innermost module whose forward runs on this thread, a root by its class, innermost line of the program, and marks of
-        all modules whose forwards run."""
+        """Return the innermost module whose forward runs on this thread (a root by its class), the innermost line of the
+        program, and the marks of all running modules."""
         innermost: nn.Module | None = None
         outermost: nn.Module | None = None
         line, keep, never_recompute = "", False, False
@@ -120,18 +120,17 @@ _INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
 
 
 class Recorder(StepMode):
-    """Record the step that begins with its construction and runs inside of it. For one step.
+    """Recorder of one step, which begins with the construction and runs inside the recorder.
 
-    `model` and `optimizers` give the kinds of storages that are on `device` before the step. Without them, parameters are known
-    by class, gradients by their parameters, buffers and optimizer state by when they are written. `times` measures operators
-    (None: events on the device). If `reclaim_some` is given, an operator that finds no memory runs again after it: see
-    `OomRetry`.
+    `model` and `optimizers` determine the kinds of storages that are on `device` before the step. Without them, parameters are
+    known by class, gradients by their parameters, buffers and optimizer state by the time of writes. `times` measures operators
+    (None: events on the device). With `reclaim_some`, an operator that finds no memory runs again after it: see `OomRetry`.
 
     Recording changes no bit, except that under any dispatch mode autograd uses other formulas for a few operators. Code that
     dynamo compiles stays compiled. Each direction of a compiled region is one operator (`device/compiled_regions.py`). If the
-    recorder cannot see the whole step, or must not look, it stops and `flaw` gives the reason; the step goes on. Holds no
-    storage. Under a `FakeTensorMode` it records the step that would run. Operators of a tracer in the middle of the step, or of
-    a forked child, are not part of it. Thread-safe.
+    recorder cannot see the whole step, it stops and `flaw` gives the reason; the step continues. The recorder holds no storage.
+    Under a `FakeTensorMode` it records the step that would run. Operators of a tracer in the middle of the step, or of a forked
+    child, are not recorded. Thread-safe.
     """
 
     def __init__(
@@ -146,14 +145,14 @@ class Recorder(StepMode):
         warn: Callable[..., None] = logging.Logger.warning,
         names: ModuleNames | None = None,
     ) -> None:
-        """`warn(log, message, *values)` logs a warning. `names`: None: those in `model`, without marks."""
+        """`warn(log, message, *values)` logs a warning. `names`: None: names in `model`, without marks."""
         super().__init__()
         self._device, self._warn = device, warn
         self._device_type = device.torch_device.type
         self._dispatch = DispatchState(device)
         self._flaw: str | None = None
         self.must_leave = False
-        """True if it must be left before the step's backward, because bits would change."""
+        """True if the recorder must be exited before the step's backward, because bits would change."""
         self._log = StepLog(device, model=model, optimizers=optimizers, times=times, is_hidden=is_hidden)
         self._table = self._log.table
         self._module_names = names or ModuleNames(model)
@@ -169,12 +168,12 @@ class Recorder(StepMode):
 
     @property
     def trained(self) -> Sequence[weakref.ref[Tensor]]:
-        """Parameters whose gradients the finished step made and left."""
+        """Parameters whose gradients the finished step made and kept."""
         return self._log.trained
 
     @property
     def flaw(self) -> str | None:
-        """Reason why no plan must be made from the step, as known so far; None: there is none."""
+        """Reason, as far as known, why no plan must be made from the step; None: there is none."""
         if self._flaw is None and self._dispatch.compiled:
             return _COMPILED
         return self._flaw
@@ -192,10 +191,10 @@ class Recorder(StepMode):
         if is_on(self):
             leave(self)
         elif entered and self._thread.backward not in (-1, torch._C._current_graph_task_id()):
-            # It was entered within a backward, and autograd removed it at the end of that backward.
+            # Entered within a backward, and removed by autograd at the end of that backward.
             _push_mode(self)
             leave(self)
-        elif entered:  # a mode that was left before has removed this one, torch's innermost then, and noted its own leave
+        elif entered:  # an earlier exit of another mode removed this one, the innermost then
             _pop_mode()
         else:
             self._give_up("it was left on a thread that had not entered it")
@@ -210,7 +209,7 @@ class Recorder(StepMode):
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].device  # autograd's question, more often than there are operators
+            return args[0].device  # autograd's query, more frequent than operators
         kwargs = kwargs or {}
         dispatch = self._dispatch
         if dispatch.forked or dispatch.tracing:
@@ -218,7 +217,7 @@ class Recorder(StepMode):
         for kind in types:
             if not issubclass(kind, FakeTensor):
                 if kind.__torch_dispatch__ is not PLAIN_DISPATCH:
-                    return NotImplemented  # torch asks the subclass, with this mode still active for its parts
+                    return NotImplemented  # torch then calls the subclass, with this mode active for its inner tensors
             elif not dispatch.fake:
                 return func(*args, **kwargs)
         if self.is_paused:
@@ -228,7 +227,7 @@ class Recorder(StepMode):
             return run_in_parts(func, args, kwargs, self)
         if facts.question:
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():  # no function mode sees it, as for any operator called from C++
+        with torch._C.DisableTorchFunction():  # unseen by function modes, as any operator called from C++
             call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
             if (region := self._region) is not None:
                 return self._run_in(region, call)
@@ -261,7 +260,7 @@ class Recorder(StepMode):
 
     @property
     def _region(self) -> RunningRegion | None:
-        """Region that runs on this thread."""
+        """Compiled region that runs on this thread."""
         region: RunningRegion | None = getattr(self._thread, "region", None)
         return region
 
@@ -285,7 +284,7 @@ class Recorder(StepMode):
         return out
 
     def _run_in(self, region: RunningRegion, call: OpCall) -> Any:
-        """Run an operator of a region. It is no operator of the step, but shows how much memory the region takes."""
+        """Run an operator of a region. It does not count as an operator of the step, but shows the region's memory."""
         out = self._run(call)
         if self._writes():
             with self._lock, self._forgiving(call.facts.name):
@@ -293,7 +292,7 @@ class Recorder(StepMode):
         return out
 
     def _writes(self) -> bool:
-        """True if the step is still recorded. Called before any lock is taken and before the device is queried."""
+        """True if the step is still recorded. Called before any lock is taken and before any query of the device."""
         if self._stopped or self._dispatch.forked:
             return False
         if self._dispatch.capturing:
@@ -303,13 +302,13 @@ class Recorder(StepMode):
 
     @contextmanager
     def _forgiving(self, name: str) -> Iterator[None]:
-        """Context in which an error in recording the operator `name` ends the trace, not the step."""
+        """Context in which an error in recording the operator `name` ends the recording, not the step."""
         try:
             yield
         except ChameleonError:
             raise
-        except Exception as error:  # noqa: BLE001 - any error: the operator itself may well be right
-            # Only the text: a log record that keeps the error keeps its frames, and the tensors that they hold.
+        except Exception as error:  # noqa: BLE001 - any error, because the operator itself may be right
+            # Only the text: a log record with the error would keep its frames and their tensors alive.
             self._warn(_log, "chameleon_mm: this step gives no plan: recording the operator %s failed: %s", name, str(error))
             self._give_up(f"{name} could not be written down: {type(error).__name__}: {error}")
         except BaseException:
@@ -321,8 +320,8 @@ class Recorder(StepMode):
     def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
         """Add a handle's claim on a saved storage of this device. Returns the storage's record, for the calls below.
 
-        The handle holds the storage by its Python object, or by tensors of its own, whose number it adds to `aliases`. Any
-        other reference keeps the storage from being released.
+        The handle holds the storage by its Python object, or by its own tensors, whose number it adds to `aliases`. Any other
+        reference prevents the storage from counting as released.
         """
         if not self._writes():
             return TracedStorage(UNMOVABLE, 0, -1, None, counted=False, owner=None)  # a dummy
@@ -330,7 +329,7 @@ class Recorder(StepMode):
             return self._log.add_claim(storage)
 
     def on_save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
-        """Record that autograd saved a tensor in these storages; only a single storage may move. Returns the hook's number."""
+        """Record that autograd saved a tensor with these storages. Only a single one may move. Returns the hook's number."""
         if not self._sees_autograd():
             return NO_HOOK
         with self._lock:
@@ -346,9 +345,9 @@ class Recorder(StepMode):
             return self._log.use(used, feature)
 
     def sendable(self, *traced: TracedStorage | None) -> None:
-        """Note that the operators that saved them are over. Called by the running hook, before its own `on_save` or `on_use`.
+        """Note that the operators that saved `traced` are over. Called by the running hook, before its `on_save` or `on_use`.
 
-        Called again if other operators save more of one: a copy that began before would lack their bytes.
+        Called again if other operators save more of a storage, because an earlier copy would lack their bytes.
         """
         with self._lock:
             for one in traced:
@@ -356,18 +355,18 @@ class Recorder(StepMode):
                     one.sendable = self._log.builder.num_hooks
 
     def restored(self, traced: TracedStorage | None, storage: torch.UntypedStorage) -> None:
-        """Note that `storage`, made inside of `paused()`, holds the bytes of a saved one again: they are one in the trace."""
+        """Note that `storage`, made inside `paused()`, has the bytes of `traced` again. Both are one storage in the trace."""
         if traced is not None and traced.owner is self._table.owner and self._writes():
             with self._lock:
                 self._table.restored(traced, storage)
 
     def retired(self, traced: TracedStorage | None) -> None:
-        """Note that a claim on it ended. Any thread may call this at any time: it waits for no lock."""
+        """Note that a claim on `traced` ended. Any thread may call this at any time, as it waits for no lock."""
         if traced is not None and not self._stopped and traced.owner is self._table.owner:
             self._table.retired(traced)
 
     def hide(self, storage: torch.UntypedStorage) -> None:
-        """Note that `storage` is not part of the step from now on: `is_hidden` is True for it."""
+        """Note that `storage` is not part of the step from now on, because `is_hidden` is True for it."""
         if self._writes():
             with self._lock:
                 self._table.hide(storage)
@@ -385,7 +384,7 @@ class Recorder(StepMode):
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Context for a wait for a copy, or a kernel of swapping, on compute: its time counts for no operator."""
+        """Context for waits and kernels of swapping on compute. Their time does not count for any operator."""
         if self._writes():
             with self._lock:
                 self._log.times.pause()
@@ -397,14 +396,14 @@ class Recorder(StepMode):
                     self._log.times.resume()
 
     def stop(self) -> None:
-        """Stop recording: the step turned out to need no trace. Until the recorder is left, operators that find no memory still
+        """Stop recording, because the step needs no trace. Until the recorder is exited, operators that find no memory still
         run again."""
         with self._lock:
             self._stopped = True
             self._log.forget()
 
     def _sees_autograd(self) -> bool:
-        """True if it is active on this thread, and so sees the operators around the hook that runs now."""
+        """True if the recorder is active on this thread, so that it sees the operators around the running hook."""
         if not self._writes():
             return False
         if not is_on(self):
@@ -413,13 +412,13 @@ class Recorder(StepMode):
         return True
 
     def _give_up(self, flaw: str) -> None:
-        """Stop recording because of `flaw`: the log is not the whole step."""
+        """Stop recording because of `flaw`: the log is incomplete."""
         if not self._dispatch.forked:
             self._flaw = self._flaw or flaw
             self.stop()
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Number of a storage in the trace; None: no operator has touched it. Call it before `finish`."""
+        """Return the number of a storage in the trace; None: no operator has touched it. Call it before `finish`."""
         with self._lock:
             traced = self._log.table.find(storage)
         return None if traced is None else traced.number
@@ -427,9 +426,9 @@ class Recorder(StepMode):
     # --- the end
 
     def finish(self, fingerprint: int = 0) -> Trace:
-        """Return the trace of the finished step; waits for the device. Call once, outside of `with recorder`.
+        """Return the trace of the finished step. Waits for the device. Call once, outside of `with recorder`.
 
-        Raises `RuntimeError` after `stop`, at a second call, or if a flaw ended it; also raises the errors of `Trace`.
+        Raises `RuntimeError` after `stop`, at a second call, or if a flaw ended the recording; raises the errors of `Trace`.
         """
         with self._lock:
             if self._stopped:
@@ -455,20 +454,20 @@ class Recorder(StepMode):
         return free
 
 
-# --- Saved-tensor hooks for a recorded step in which nothing moves: they only call the recorder
+# --- Saved-tensor hooks for a recorded step without swaps: they only call the recorder
 #
-# For a plan without a GPU, under fake tensors, and wherever there is no executor. A saved tensor is kept unchanged.
+# For a plan without a GPU, under fake tensors, and without an executor. A saved tensor is kept unchanged.
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
-"""Return the number of the thread's next differentiable operator: it grows once the saving one is over. Note [Swap-out]."""
+"""Number of the thread's next differentiable operator: it increases once the saving operator is over. Note [Swap-out]."""
 
 
 class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
-    """Report every save and use on this thread and in its backward to `recorder`.
+    """Hooks that report each save and use on this thread, and in its backward, to `recorder`.
 
-    Storages of `min_bytes` or more are recorded. For smaller ones, parameters, leaves and wrapper subclasses, the hook call has
-    no storage. The feature of a call is its tensor's shape, strides and dtype. Eager's check for in-place writes is off inside:
-    record only a step that is known to be right. Raises the errors of `saved_tensors_hooks`.
+    Storages of at least `min_bytes` are recorded. For smaller storages, parameters, leaves and wrapper subclasses, the hook
+    call has no storage. The feature of a call is its tensor's shape, strides and dtype. Eager's check for in-place writes is
+    off inside, so record only a step that is known to be right. Raises the errors of `saved_tensors_hooks`.
     """
 
     @uncompiled
@@ -478,14 +477,14 @@ class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _HookPair:
-    """Pair of hooks. They are not methods of the manager, which would then hold itself."""
+    """Pair of hooks. They are not methods of the manager, because the manager would then hold itself."""
 
     def __init__(self, recorder: Recorder, min_bytes: int) -> None:
         self._recorder = recorder
         self._min_bytes = min_bytes
         self._fresh: list[tuple[TracedStorage, int]] = []
         self._seen: set[Hashable] = set()
-        """Saved views, with the number of their storage, and storages saved whole."""
+        """Saved views, with the numbers of their storages, and storages saved whole."""
 
     @uncompiled
     def on_save(self, t: Tensor) -> _Handle:
@@ -494,7 +493,7 @@ class _HookPair:
         feature = content_of(describe_tensor(t))
         self._recorder.on_save([traced], feature)
         with self._recorder.paused():
-            # A tensor of its own if `aliases` counts it; a result held by reference would keep its node, and so itself, alive.
+            # A new tensor, as `aliases` counts it; a result held by reference would keep its node, and so itself, alive.
             kept = t if t.is_leaf and traced is None else t.detach()
             handle = _Handle(kept, traced, feature, self._recorder)
         if traced is not None:
@@ -533,7 +532,7 @@ class _HookPair:
 
 
 class _Handle:
-    """Handle that autograd holds, with the tensor: detached, or the tensor itself if it is a leaf without a claim."""
+    """Handle that autograd holds, with the detached tensor, or with the tensor itself if it is a leaf without a claim."""
 
     __slots__ = ("_recorder", "feature", "tensor", "traced")
 

@@ -1,11 +1,11 @@
-"""Run an operator again that found no memory: first as it is, then as often as memory can be reclaimed for it.
+"""Run an operator again that found no memory: first without a reclaim, then as often as memory can be reclaimed.
 
     out = retry.run(call)
-        run -> OutOfMemoryError -> out of the except block -> generators as they were -> run again
-            -> reclaim_some(nbytes, storages of the call)? -> generators as they were -> run again -> ...  -> raise
+        run -> OutOfMemoryError -> exit the except block -> reset the generators -> run again
+            -> reclaim_some(nbytes, storages of the call)? -> reset the generators -> run again -> ...  -> raise
 
-It leaves the block first: a traceback holds the tensors of the frames that it passed. A retry without a reclaim can succeed.
-The allocator does not check again the blocks that events held when it failed (pytorch#189504); by then they are free.
+The block is exited first, because a traceback holds the tensors of its frames. A retry without a reclaim can succeed: the
+allocator does not check blocks again that events held when it failed (pytorch#189504), and these may be free by now.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from chameleon_mm.device.operators import OpCall
 from chameleon_mm.units import parse_size
 
 ReclaimSome = Callable[[int, Sequence[torch.UntypedStorage]], bool]
-"""Reclaim device memory, `nbytes` or more if it can (0: amount not known), but none of the given storages. Returns True if it
-reclaimed anything; False ends the retries."""
+"""Function that reclaims device memory, if possible at least `nbytes` (0: unknown), but none of the given storages. It returns
+True if it reclaimed any; False ends the retries."""
 
 _TRIED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? (?:[KMGT]iB|B|bytes))")
 
 _ROUNDED_OFF = 1.01
-"""Factor for the rounding in the message, which gives three digits: the request may be half a percent larger."""
+"""Factor for the rounding in the message to three digits: the request may be half a percent larger."""
 
 
 class RandomState:
-    """States of `generators` and of torch's default generators: the host's, and the device's if it has its own."""
+    """States of `generators` and of torch's default generators: the host's, and the device's if it has one."""
 
     __slots__ = ("_device", "_device_state", "_host_state", "_others")
 
@@ -47,7 +47,7 @@ class RandomState:
             self._device_state = torch.get_device_module(self._device).get_rng_state(self._device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """States of the default generators, in torch's format: "host" and, if the device has its own, "device"."""
+        """Return the states of the default generators, in torch's format: "host" and, if the device has one, "device"."""
         device = {} if self._device_state is None else {"device": self._device_state}
         return {"host": self._host_state, **device}
 
@@ -60,11 +60,11 @@ class RandomState:
 
 
 class OomRetry:
-    """Run operators on `device`, and run those that may run twice again if they found no memory.
+    """Runs operators on `device`, and runs them again if they found no memory and may run twice.
 
-    An operator runs only once if, by schema or by name, it writes its arguments, if it is a collective, or in a graph's
-    capture. With several ranks, so does any that is not torch's own: it may be an unknown collective. Then the error
-    propagates. Random operators draw the same numbers again. Thread-safe if `reclaim_some` is.
+    An operator runs only once if it writes its arguments (by schema or by name), if it is a collective, or in a graph's
+    capture. With several ranks, only torch's own operators may run twice: others may be unknown collectives. Otherwise the
+    error propagates. Random operators draw the same numbers again. Thread-safe if `reclaim_some` is.
     """
 
     def __init__(self, device: Device, reclaim_some: ReclaimSome) -> None:
@@ -73,8 +73,7 @@ class OomRetry:
         self._reclaim_some = reclaim_some
 
     def run(self, call: OpCall) -> Any:
-        """Run `call.run()`. Raises `torch.OutOfMemoryError` if nothing more can be reclaimed, or the operator may not run
-        twice."""
+        """Run `call.run()`. Raises `torch.OutOfMemoryError` if no more can be reclaimed, or the operator must not run twice."""
         facts = call.facts
         if not (facts.repeatable and (facts.is_torchs_own or is_alone())) or self._device.capturing():
             return call.run()
@@ -97,7 +96,7 @@ class OomRetry:
 
     @staticmethod
     def _attempt(call: OpCall) -> torch.OutOfMemoryError | None:
-        """Run the call. Returns the failure, without frames and so without tensors, or None."""
+        """Run the call. Returns None, or the failure without frames, which would hold tensors."""
         try:
             call.run()
         except torch.OutOfMemoryError as error:
@@ -113,7 +112,7 @@ def is_alone() -> bool:
 
 
 def tried_bytes(failure: torch.OutOfMemoryError) -> int:
-    """Requested bytes according to the message, rounded up; 0 if the message does not say."""
+    """Return the requested bytes from the message, rounded up; 0 if the message lacks them."""
     match = _TRIED.search(str(failure))
     if match is None:
         return 0

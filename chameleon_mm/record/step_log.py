@@ -7,16 +7,16 @@
 
     content = blake2b(name, each tensor's shape, strides and dtype, each plain argument)      # the same in every process
 
-    kind of a storage, as given by model and optimizer: parameter, buffer, gradient of a parameter, optimizer state
+    kind of a storage, from model and optimizer: parameter, buffer, gradient of a parameter, optimizer state
     otherwise by its use in the step:
         outlives it, written after the last backward         -> optimizer state
-        there before, outlives it, written earlier           -> buffer (running statistics)
-        there before                                         -> input
+        exists before, outlives it, written earlier      -> buffer (running statistics)
+        exists before                                      -> input
         made in the step: saved by autograd                  -> activation
                           else                               -> temporary
 
-Operators and hooks share one log: one builder numbers the ticks of both, and one table has their storages. A content has no
-addresses, object ids or Python hashes, so traces of two processes can be compared.
+Operators and hooks share one log: one builder numbers the ticks of both, and one table has their storages. A content hash
+covers no addresses, object ids or Python hashes, so traces of two processes can be compared.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from chameleon_mm.units import MIB
 
 # --- Time each operator of a step on the device. The host never waits inside the step.
 #
-# A timed event costs the host 5 us on a GPU, as much as an operator, so there is one event for several operators. Their time is
-# divided in proportion to an estimate: the larger of the times for the bytes and for the FLOPs. The simulator has one event for
-# each.
+# On a GPU a timed event costs the host 5 us, as much as an operator, so there is one event for several operators. Their time is
+# divided in proportion to an estimate: the larger of the times for bytes and FLOPs. On the simulator each operator has an
+# event.
 
 OPS_PER_EVENT = 16
 """Number of operators per timed event on a GPU. The event's 5 us of host time are then 3 % of the dispatch mode's time."""
@@ -57,12 +57,12 @@ FLOPS_PER_BYTE = 200
 """FLOPs that take as long as one byte of device memory. In half precision: 197 on an A100, and 295 on an H100."""
 
 SHORTEST_KERNEL_BYTES = 4 * MIB
-"""Bytes that device memory moves in the 2 us that the shortest kernel takes."""
+"""Bytes that device memory moves in 2 us, the time of the shortest kernel."""
 
 _READS_LENGTHS = {
     "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward", "_efficient_attention_backward",
 }  # fmt: skip
-"""Operators whose FLOPs torch counts by reading lengths from the device: the host would wait."""
+"""Operators whose FLOPs torch counts by reading lengths from the device, for which the host would wait."""
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class EventTimes:
             self._current = _Stretch(self._close(stretch))
 
     def alone(self, op: int, nbytes: int) -> None:
-        """Note operator `op`, which touched `nbytes`. All time since the latest `resume` was its own."""
+        """Note operator `op`, which touched `nbytes`. All time since the latest `resume` belongs to it."""
         if self._current is not None:
             self._current.ops.append(op)
             self._current.weights.append(1.0)
@@ -114,7 +114,7 @@ class EventTimes:
         for stretch in closed:
             assert stretch.end is not None
             stretch.end.synchronize()
-            stretch.start.synchronize()  # it may be pending on another stream: CUDA then gives no time
+            stretch.start.synchronize()  # a pending event of another stream has no time in CUDA
             # Below 0 only if a stretch began on one stream and ended on another that was behind.
             elapsed_us = max(0.0, stretch.end.elapsed_us(stretch.start))
             total = sum(stretch.weights)
@@ -131,7 +131,7 @@ class EventTimes:
 
 
 class PricedTimes:
-    """Operator times by a price, for operators that do not run: fake tensors have shapes and no kernels.
+    """Operator times by a price, for operators on fake tensors, which run no kernels.
 
     `price(flops, nbytes, dtype, name)`: time of an operator's kernel in microseconds, such as a `CostModel`'s `kernel_us`.
     """
@@ -162,7 +162,7 @@ OpTimes = EventTimes | PricedTimes
 
 
 def weight_of(call: OpCall) -> float:
-    """Weight of a call's time in comparison with others, in bytes of device memory; 0 if it launches nothing."""
+    """Return the relative weight of a call's time, in bytes of device memory; 0 if it launches no kernel."""
     if not call.facts.kernel:
         return 0.0
     return max(call.touched_bytes(), _flops(call) / FLOPS_PER_BYTE, SHORTEST_KERNEL_BYTES)
@@ -180,13 +180,13 @@ def _flops(call: OpCall) -> int:
 # --- step log
 
 UNMOVABLE = -1
-"""Tensor number of a hook with no storage, or with several."""
+"""Tensor number of a hook with no storage or with several."""
 
 _FRESH = ("lift_fresh", "lift")
-"""Operators whose input was made just now, unseen by every dispatch mode, as in `torch.tensor`."""
+"""Operators whose input was just made, unseen by any dispatch mode, as in `torch.tensor`."""
 
 _PLAIN = (int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Size)
-"""Types whose `repr` is complete, and the same in every process."""
+"""Types whose `repr` is complete and equal in every process."""
 
 
 @dataclass(slots=True)
@@ -221,11 +221,11 @@ class StepLog:
         self.builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
         self.table = StorageTable(self.builder, allocated_bytes=self._start_bytes)
         self._contents: dict[Hashable, int] = {}
-        """Hash of each operator's name and arguments, by their kind: computed once."""
+        """Hash of each operator's name and arguments, by kind. Computed once."""
         self.times = EventTimes(device) if times is None else times
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self.trained: list[weakref.ref[Tensor]] = []
-        """Parameters whose gradients the step made and left; known once it is finished."""
+        """Parameters whose gradients the step made and kept; known once the step is finished."""
         self._last_backward = -1, -1
         """Number and tick of the last operator of a backward so far."""
         self._in_backward = self._fake = False
@@ -238,7 +238,7 @@ class StepLog:
     # --- operators
 
     def before(self, call: OpCall) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
-        """Note that `call` is about to run. Returns its inputs: storages in the table, and storages not in it."""
+        """Note that `call` runs next. Returns its input storages: those in the table, and those not in it."""
         self._update_table()
         self._update_phase()
         return self._look_up(call.inputs)
@@ -247,7 +247,7 @@ class StepLog:
         """Record that `call` ran. `read` and `new_storages`: as `before` returned them."""
         self.table.record_deaths()
         given, written, inner = self._number(call, new_storages)
-        # In a region: a name of no operator that may run again.
+        # In a region: a name that no repeatable operator has.
         name = f"compiled::{call.facts.name}" if in_compiled_region() else call.func.name()
         writes, crossed = [traced.number for traced in written], call.link_bytes(self._device.owns)
         op = self._op(name, (call.args, call.kwargs), (*read, *given), writes, inner_bytes=inner, link_bytes=crossed)
@@ -257,7 +257,7 @@ class StepLog:
     def _op(
         self, name: str, given: Sequence[Any], read: Iterable[TracedStorage], writes: Sequence[int] = (), **more: Any
     ) -> int:
-        """Record an operator that was called with the arguments `given`. `more`: as for the builder's. Returns its number."""
+        """Record an operator called with the arguments `given`. `more`: arguments of the builder's `op`. Returns its number."""
         kind = name, _kind(given)
         if (content := self._contents.get(kind)) is None:
             content = self._contents[kind] = content_of(f"{name}({', '.join(map(_describe, given))})")
@@ -275,7 +275,7 @@ class StepLog:
     # --- compiled regions
 
     def enter_region(self, region: Region, args: list[Any]) -> RunningRegion:
-        """Record that one direction of a region begins, called with `args`. Its arguments may die while it runs."""
+        """Record that one direction of a region begins, called with `args`. The arguments may be freed while it runs."""
         self._update_table()
         self._update_phase()
         inputs = _tensors_in(args, self._device_type)
@@ -284,22 +284,22 @@ class StepLog:
         self._readings.take(self.table, unknown, tick=tick)
         read, _ = self._look_up(inputs)
         mutated = _tensors_in([args[i] for i in region.mutated if i < len(args)], self._device_type)
-        op = self._op(region.name, (args,), read)  # numbered now: what dies while it runs dies after it
+        op = self._op(region.name, (args,), read)  # numbered now: a storage freed while it runs dies after it
         self.times.pause()
         self.times.resume()
         nbytes = sum(touched_bytes(t) for t in inputs.values())
         return RunningRegion(op, tick, read, self._look_up(mutated)[0], nbytes, PeakReadings(self._device))
 
     def leave_region(self, running: RunningRegion, out: Any) -> bool:
-        """Record that it is over, and what it returned. Returns True if that lies in memory which torch's allocator did not
-        give, such as a CUDA graph's. Raises `RuntimeError` if another operator ran beside it."""
+        """Record that the region ended with the result `out`. Returns True if the result is in memory not from torch's
+        allocator, such as a CUDA graph's. Raises `RuntimeError` if another operator ran at the same time."""
         op, tick = running.op, running.tick
         if self.builder.num_ops != op + 1:
             raise RuntimeError("another thread's operators ran beside it")
         running.readings.take()
         self.table.record_deaths()
         outputs = _tensors_in(out if isinstance(out, (tuple, list)) else (out,), self._device_type)
-        given, unknown = self._look_up(outputs)  # it returns what it was given, too: what backward needs of it
+        given, unknown = self._look_up(outputs)  # it also returns inputs that backward needs
         made = [self.table.add(storage, born=tick, counted=True) for storage in unknown]
         made_bytes = sum(traced.charged_bytes for traced in made)
         freed_bytes = self._readings.take(self.table, tick=tick, made_bytes=made_bytes)
@@ -322,21 +322,21 @@ class StepLog:
 
     def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
         """Note a new claim on `storage`. Returns the storage's record in the trace."""
-        if self.table.find(storage) is None:  # saved before any operator got it as input
+        if self.table.find(storage) is None:  # saved before any operator read it
             if storage.device.type == self._device_type:
                 self._readings.take(self.table, [storage], tick=self.builder.num_ticks)
             else:
-                self.table.add(storage, born=-1, counted=False)  # not on the traced device, as a fake tensor's: not counted
+                self.table.add(storage, born=-1, counted=False)  # not counted: not on the traced device, such as a fake tensor
         return self.table.saved(storage)
 
     def save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
-        """Record that autograd saved a tensor in these storages. Returns the hook's number."""
+        """Record that autograd saved a tensor with these storages. Returns the hook's number."""
         self._update_table()
         self._update_phase()
         return self.builder.save(self._only(saved), feature)
 
     def use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
-        """Record that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
+        """Record that autograd uses a saved tensor with these storages. Returns the hook's number."""
         self._update_table()
         traced = list(used)
         for one in traced:
@@ -378,7 +378,7 @@ class StepLog:
     # --- storages
 
     def _look_up(self, tensors: Tensors) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
-        """Storages of `tensors` on the device: those that the table has, and those that it does not have."""
+        """Return the device storages of `tensors`: those in the table, and those not in it."""
         known: dict[int, TracedStorage] = {}
         unknown: dict[int, torch.UntypedStorage] = {}
         for t in tensors.values():
@@ -403,8 +403,8 @@ class StepLog:
     def _number(
         self, call: OpCall, new_storages: list[torch.UntypedStorage]
     ) -> tuple[list[TracedStorage], list[TracedStorage], int]:
-        """Number the unknown storages among the call's inputs, and those that it made. Returns the former, all storages that it
-        wrote, and its inner memory in bytes."""
+        """Number the unknown storages among the call's inputs and results. Returns the new inputs, all written storages, and
+        the call's inner memory in bytes."""
         tick, fresh = self.builder.num_ticks, call.facts.name in _FRESH
         fake = any(isinstance(t, FakeTensor) for t in (*call.inputs.values(), *call.written.values()))
         written, unknown = self._look_up(call.written)
@@ -443,13 +443,13 @@ class StepLog:
             self.table.expect(storage, kind)
 
     def _only(self, storages: Iterable[TracedStorage | None]) -> int:
-        """Number of the only storage among `storages`; `UNMOVABLE` if there are none or several."""
+        """Return the number of the only storage among `storages`; `UNMOVABLE` if there is none or several."""
         numbers = {traced.number for traced in storages if traced is not None and traced.owner is self.table.owner}
         return numbers.pop() if len(numbers) == 1 else UNMOVABLE
 
 
 def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
-    """Phases of the operators, OPTIMIZER after the last backward until a tensor is saved again."""
+    """Return the phases of the operators, with OPTIMIZER after the last backward until the next save."""
     phases = trace.op_phase.copy()
     if last_op >= 0:
         saves = trace.hook_tick[~trace.hook_use & (trace.hook_tick > last_tick)]
@@ -460,12 +460,12 @@ def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
 
 
 def content_of(text: str) -> int:
-    """64-bit hash of a text, the same in every process."""
+    """Return a 64-bit hash of a text, equal in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def describe_tensor(t: Tensor) -> str:
-    """Text of shape, strides and dtype. A nested tensor has no single shape, and a sparse one has no strides."""
+    """Return a text of shape, strides and dtype. A nested tensor has no single shape, a sparse tensor no strides."""
     if t.is_nested:
         return f"nested {t.dtype}"
     if t.layout is not torch.strided:
@@ -474,7 +474,7 @@ def describe_tensor(t: Tensor) -> str:
 
 
 def _kind(value: Any) -> Hashable:
-    """Key that is equal for values with equal descriptions, and takes half of the time."""
+    """Return a key that is equal for values with equal descriptions, in half of the time of a description."""
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -495,12 +495,12 @@ def _describe(value: Any) -> str:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """Gradients of the leaves among `parameters`. Torch warns on `grad` of others, which `functional_call` puts there."""
+    """Return the gradients of the leaves among `parameters`. `functional_call` adds others, for whose `grad` torch warns."""
     return [parameter.grad for parameter in parameters if parameter.is_leaf]
 
 
 def fsdp_parameters(models: Iterable[nn.Module]) -> Iterator[Any]:
-    """Yield FSDP2's `FSDPParam` of each parameter that it shards."""
+    """Yield FSDP2's `FSDPParam` of each sharded parameter."""
     for module in (module for model in models for module in model.modules()):
         if (get_state := getattr(module, "_get_fsdp_state", None)) is not None:
             state = get_state()
@@ -512,7 +512,7 @@ def fsdp_parameters(models: Iterable[nn.Module]) -> Iterator[Any]:
 def kinds_of(
     model: nn.Module | None, optimizers: Iterable[Optimizer], device_type: str
 ) -> Iterator[tuple[torch.UntypedStorage, TensorKind]]:
-    """Yield the storages of a model and of optimizers, with their kinds. Of two kinds for one storage, the later counts."""
+    """Yield the storages of a model and of optimizers, with their kinds. If a storage has two kinds, the later counts."""
     named: list[tuple[Iterable[Any], TensorKind]] = []
     if model is not None:
         named.append((model.buffers(), TensorKind.BUFFER))
@@ -529,12 +529,12 @@ def kinds_of(
 
 
 def storages_of(values: Iterable[Any], device_type: str) -> list[torch.UntypedStorage]:
-    """Storages of the tensors among `values`. Wrapper subclasses are unwrapped; other values are skipped."""
+    """Return the storages of the tensors among `values`. Wrapper subclasses are unwrapped; other values are ignored."""
     return [t.untyped_storage() for t in _tensors_in(values, device_type).values()]
 
 
 def _tensors_in(values: Iterable[Any], device_type: str) -> Tensors:
-    """Plain tensors on the device among `values`, those inside wrapper subclasses too."""
+    """Return the plain tensors on the device among `values`, including those inside wrapper subclasses."""
     found: Tensors = {}
     collect_tensors(_plain(values), device_type, found)
     return found
@@ -551,7 +551,7 @@ def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def kind_seen(traced: TracedStorage, *, last_backward_op: int, last_backward_tick: int) -> TensorKind:
-    """Kind of a storage by its use in a finished step. `last_backward_op` and `last_backward_tick` -1: it had no backward."""
+    """Return a storage's kind by its use in a finished step. `last_backward_op`, `last_backward_tick`: -1: no backward."""
     if traced.kind is not None:
         return traced.kind
     before = traced.born < 0

@@ -1,13 +1,13 @@
 """Table of the storages of one step, held by weak reference: numbers, births, deaths, and memory that only the device counts.
 
-    table.record_deaths()                 # before each tick: deaths so far belong to the tick before
-    table.add(storage, born=tick)         # a new one: a callback of its weak reference notes its death
-    table.read(allocated_bytes, ...)      # unseen memory that is gone now was there before the step: it gets its own record
+    table.record_deaths()                 # before each tick: deaths so far belong to the previous tick
+    table.add(storage, born=tick)         # a new storage: a callback of its weak reference notes its death
+    table.read(allocated_bytes, ...)      # unseen memory that was freed since existed before the step: it gets a record
 
-A storage that swapping dropped is not dead. It dies once it has no device copies and no claims.
+A storage dropped by swapping is not dead. It dies once it has no device copies and no claims.
 
     claims:         0 --add_claim--> n --retired--> 0   handles that autograd holds
-    device copies:  1 --died--> 0 --restored--> 1 ...   device memory that holds its bytes
+    device copies:  1 --died--> 0 --restored--> 1 ...   device memory with its bytes
     both 0: it dies
 
     readings = Readings(device)           # the device's counters after every operator: the operator's inner memory
@@ -15,10 +15,10 @@ A storage that swapping dropped is not dead. It dies once it has no device copie
 
     allocated since the last reading                   growth of the cumulative count
     - results of the operator                          made_bytes
-    - unknown memory that is still there               a library's workspace: later steps begin with it
-    = allocated and freed again                        the operator's inner memory at its peak, or more
+    - unknown memory that still exists                 a library's workspace: later steps begin with it
+    = allocated and freed again                        at least the operator's inner memory at its peak
 
-It is more if the operator allocated several buffers one after another, or if another thread allocated meanwhile.
+It is more if the operator allocated several buffers in turn, or if another thread allocated meanwhile.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from chameleon_mm.units import allocated_size
 class Readings:
     """Readings of the device's memory counters in one step, which begins now. Not thread-safe.
 
-    There is one reading after each operator: one for several could not be divided among them. On a GPU it takes the host 20 us,
-    half the time of a short operator and a fifth of recording one. Torch spends them on a dictionary of all counters, which the
-    C++ helper `memory`, if built, avoids. The peak counter would need a reset before each operator, and belongs to users.
+    There is one reading after each operator, because a reading for several could not be divided among them. On a GPU it takes
+    the host 20 us, half the time of a short operator and a fifth of its recording. Torch uses this time for a dictionary of all
+    counters, which the C++ helper `memory`, if built, avoids. The peak counter would need a reset before each operator, and
+    belongs to users.
     """
 
     def __init__(self, device: Device) -> None:
@@ -64,9 +65,8 @@ class Readings:
         fresh: bool = False,
         made_bytes: int = 0,
     ) -> int:
-        """Read the counters now and pass them to `table`, as `StorageTable.read` takes them. `made_bytes`: bytes of the table's
-        storages that were made since the last reading. Returns the bytes of other memory that was allocated since then and
-        freed again."""
+        """Read the counters and pass them to `StorageTable.read` of `table`. `made_bytes`: bytes of the table's storages made
+        since the last reading. Returns the bytes of other memory that was allocated since then and freed again."""
         table.note_emptied()
         before, now = self._last, self._device.read_memory()
         freed_bytes = table.freed_bytes - self._freed_by_then
@@ -77,9 +77,9 @@ class Readings:
 
 
 class PeakReadings:
-    """Readings of the device's memory counters while one operator of several kernels runs: how much it held at its peak.
+    """Readings of the device's memory counters during one operator of several kernels, for the peak of its inner memory.
 
-    allocated at a reading + bytes allocated until the next one >= the peak between both
+    allocated at a reading + bytes allocated until the next >= the peak between both
     """
 
     def __init__(self, device: Device) -> None:
@@ -94,9 +94,9 @@ class PeakReadings:
         self._last = now
 
     def inner_bytes(self, bound: int) -> int:
-        """Bytes held at the peak and freed again by the last reading, or more. `bound`: bytes that were allocated and freed."""
+        """Return an upper bound of the bytes held at the peak and freed by the last reading. `bound`: all bytes freed."""
         kept_bytes = self._last.cumulative_bytes - self._first.cumulative_bytes - bound
-        # The device's own peak, of a longer time than this operator's, bounds it too.
+        # The device's own peak, over a longer time, is a bound too.
         peak_bytes = min(self._peak_bytes, max(self._last.peak_bytes, self._last.allocated_bytes))
         return max(0, min(bound, peak_bytes - self._first.allocated_bytes - kept_bytes))
 
@@ -109,27 +109,27 @@ class TracedStorage:
     nbytes: int
     born: int
     kind: TensorKind | None
-    """Known kind; None: its use in the step will show it."""
+    """Known kind; None: the use in the step will show it."""
     counted: bool
-    """True if the device counts it. Fake memory is not counted."""
+    """True if the device counts the memory. It does not count fake memory."""
     owner: object
-    """Owner of the number, which means nothing to another recorder."""
+    """Owner of the number, which is invalid for other recorders."""
     device_copies: int = 1
     claims: int = 0
     aliases: int = 0
-    """Number of tensors over it that handles hold themselves. They do not count as other holders."""
+    """Number of tensors over the storage that handles themselves hold. They do not count as other holders."""
     emptied: Callable[[TracedStorage], None] = lambda traced: None
-    """Function to call when its memory is freed and its storage stays. Any thread, at any time."""
+    """Function to call when the memory is freed but the storage stays. Any thread, at any time."""
     saved: bool = False
     used: bool = False
     released: bool = False
     dead: bool = False
     sendable: int = NEVER
     use_hook: int = NEVER
-    """Number of the hook of its latest use."""
+    """Hook number of the latest use."""
     first_write: int = NEVER
     last_write: int = NEVER
-    """Numbers of the first and of the last operator that wrote to it."""
+    """Numbers of the first and last operators that wrote to the storage."""
 
     @property
     def charged_bytes(self) -> int:
@@ -137,29 +137,28 @@ class TracedStorage:
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
-    """Weak reference to one device copy, with the record that owns it. Its callback gets the reference itself."""
+    """Weak reference to one device copy, with the record that owns it. The callback gets the reference itself."""
 
     __slots__ = ("key", "over", "traced")
 
     key: int
     over: bool
-    """True if the copy's end is recorded. That may happen before the callback's entry is read."""
+    """True if the copy's end is recorded, which may happen before the callback's entry is read."""
     traced: TracedStorage
 
 
 class _Expected(NamedTuple):
-    """Storage known to be there before the step, which no operator has touched yet."""
+    """Storage known to exist before the step, which no operator has touched yet."""
 
     ref: weakref.ref[torch.UntypedStorage]
     nbytes: int
     kind: TensorKind
     rank: int
-    """Number of storages expected before it. Their order must not depend on the ids that storages happen to get."""
+    """Number of storages expected before it. The order must not depend on the ids of storages."""
 
 
 class StorageTable:
-    """Table of the storages of one step, written into `builder`. Not thread-safe, except for deaths and `retired`, which may
-    come on any thread."""
+    """Table of the storages of one step, written into `builder`. Not thread-safe, except for deaths and `retired`."""
 
     def __init__(self, builder: TraceBuilder, *, allocated_bytes: int) -> None:
         self.owner = object()
@@ -167,9 +166,9 @@ class StorageTable:
         self.traced: list[TracedStorage] = []
         self._refs: dict[int, _Ref] = {}
         self._held: list[_Ref] = []
-        """Saved storages that are not used yet and had holders other than their handles at the last poll."""
+        """Saved storages that are not used yet and had other holders than handles at the last poll."""
         self._held_after_use: dict[int, tuple[_Ref, int]] = {}
-        """Storages given to autograd at a use that had other holders at the last poll, with the use's hook, by number."""
+        """Storages used by autograd that had other holders at the last poll, with the use's hook, by number."""
         self._expected: dict[int, _Expected] = {}
         self._num_expected = 0
         self._gone: list[_Expected] = []
@@ -181,18 +180,18 @@ class StorageTable:
         self._emptied: deque[TracedStorage] = deque()
         self._live_bytes = 0
         self.freed_bytes = 0
-        """Bytes of device memory that the table's storages freed so far."""
+        """Bytes of device memory freed so far by the table's storages."""
         self._unknown = allocated_bytes
-        """Bytes that the device counted at the last reading in addition to the storages in the table."""
+        """Bytes counted by the device at the last reading in addition to the table's storages."""
         self._late_bytes = 0
-        """Bytes of parameters and buffers from before the step that the device counted only in it, as the simulator does."""
+        """Bytes of parameters and buffers from before the step that the device (the simulator) began to count in the step."""
         self._lowest_unknown = allocated_bytes
-        """Bytes among them that were there before the step and still are. The rest came unseen: a library's workspace."""
+        """Part of `_unknown` that existed before the step and still does. The rest came unseen, such as a workspace."""
 
     # --- known storages
 
     def expect(self, storage: torch.UntypedStorage, kind: TensorKind) -> None:
-        """Note that `storage` is of this kind. It gets a number when it is touched, or when it is found to be gone."""
+        """Note that `storage` has this kind. It gets a number when it is touched or found to be freed."""
         traced = self.find(storage)
         if traced is not None:
             traced.kind = kind
@@ -205,8 +204,8 @@ class StorageTable:
             self._num_expected += 1
 
     def find(self, storage: torch.UntypedStorage) -> TracedStorage | None:
-        """Find the record of a storage by its object, compared by a weak reference: ids are recycled. A storage that was
-        resized is another one from now on."""
+        """Return the record of a storage, or None. Looked up by id, confirmed by a weak reference, because ids are reused. A
+        resized storage counts as another storage from then on."""
         ref = self._refs.get(id(storage))
         if ref is None or ref() is not storage:
             return None
@@ -215,7 +214,7 @@ class StorageTable:
         return ref.traced
 
     def add(self, storage: torch.UntypedStorage, *, born: int, counted: bool) -> TracedStorage:
-        """Add a storage that `find` does not know. `born`: its tick; -1: before the step."""
+        """Add a storage that is not in the table. `born`: its tick; -1: before the step."""
         expected = self._take_expected(storage)
         traced = self._record(storage.nbytes(), born, None if expected is None else expected.kind, counted=counted)
         self._add_copy(traced, storage)
@@ -226,7 +225,7 @@ class StorageTable:
     # --- ticks
 
     def record_deaths(self) -> None:
-        """Record deaths and retirements so far, as after the latest tick. Call before every tick."""
+        """Record all deaths and retirements so far at the latest tick. Call before every tick."""
         while self._deaths:
             ref = self._deaths.popleft()
             if self._refs.get(ref.key) is ref:
@@ -240,13 +239,13 @@ class StorageTable:
             self._end_if_gone(traced)
 
     def poll(self) -> None:
-        """Find the saved storages that only their handles still hold. They count as released since the latest tick."""
+        """Find the saved storages that only their handles hold now. They count as released since the latest tick."""
         still: list[_Ref] = []
         for ref in self._held:
             storage, traced = ref(), ref.traced
             if storage is None or traced.used or traced.released:
                 continue
-            # The Python object, which `storage` keeps alive, is one holder; tensors are the others.
+            # The Python object that `storage` keeps alive is one holder. Tensors are the others.
             if torch._C._storage_Use_Count(storage._cdata) - 1 <= traced.aliases:
                 self._release(traced)
             else:
@@ -259,11 +258,11 @@ class StorageTable:
                 self._builder.released_after(hook)
 
     def read(self, allocated_bytes: int, new_storages: Sequence[torch.UntypedStorage], *, fresh: bool, tick: int) -> None:
-        """Note that the device counts `allocated_bytes` now. Number `new_storages`, which it counts and an operator took.
+        """Note that the device counts `allocated_bytes` now. Number `new_storages`, which it counts and an operator read.
 
-        A storage that this reading counts for the first time was just made unseen: it is born at `tick`. Example:
-        `torch.tensor` on a simulated device, which counts at first sight. `fresh`: all are born at `tick`. Others were there
-        before the step, and so were parameters and buffers.
+        A storage counted for the first time by this reading was just made unseen: it is born at `tick`. Example: `torch.tensor`
+        on a simulated device, which counts a storage at first sight. `fresh`: all are born at `tick`. Others existed before the
+        step, as did parameters and buffers.
         """
         self.note_emptied()
         seen_now = allocated_bytes - self._live_bytes - self._unknown
@@ -295,7 +294,7 @@ class StorageTable:
         return traced
 
     def restored(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
-        """Note that `storage` holds its bytes too. After a use, `storage` is the one that autograd got."""
+        """Note `storage` as another storage with the bytes of `traced`. After a use, `storage` is the one that autograd got."""
         self.note_emptied()
         ref = self._refs.get(id(storage))
         if ref is not None and ref() is storage and ref.traced is traced and ref.over:
@@ -309,14 +308,14 @@ class StorageTable:
             self._held_after_use[traced.number] = self._refs[id(storage)], traced.use_hook
 
     def used(self, traced: TracedStorage) -> None:
-        """Note a use, at the next hook. Other holders of the storage have then held it since the use before."""
+        """Note a use, at the next hook. Other holders at that time have held the storage since the previous use."""
         traced.used, traced.use_hook = True, self._builder.num_hooks
         held = self._held_after_use.get(traced.number)
         if held is not None and held[0].traced is traced:
             del self._held_after_use[traced.number]
 
     def retired(self, traced: TracedStorage) -> None:
-        """Note that a claim on it ended. Any thread may call this at any time."""
+        """Note that a claim on `traced` ended. Any thread may call this at any time."""
         self._retired.append(traced)
 
     def note_emptied(self) -> None:
@@ -331,7 +330,7 @@ class StorageTable:
     # --- the end
 
     def end(self, *, fake: bool) -> int:
-        """End the step: number the expected storages that are there and were never touched. `fake`: the step's memory is fake.
+        """End the step: number the expected storages that exist and were never touched. `fake`: the step's memory is fake.
 
         Returns the bytes from before the step that the device did not count.
         """
@@ -355,7 +354,7 @@ class StorageTable:
             watched.clear()
 
     def hide(self, storage: torch.UntypedStorage) -> None:
-        """End the record of a storage that is not part of the step from now on."""
+        """End the record of a storage, which is not part of the step from now on."""
         ref = self._refs.get(id(storage))
         if ref is not None and ref() is storage:
             self._deaths.append(ref)
@@ -376,7 +375,7 @@ class StorageTable:
     def _resized(self, ref: _Ref, storage: torch.UntypedStorage) -> TracedStorage:
         before = ref.traced
         del self._refs[ref.key]
-        before.claims = 0  # its claims now find other memory, or none
+        before.claims = 0  # its claims now have other memory, or none
         self._died(ref)
         resized = self._record(storage.nbytes(), self._builder.num_ticks, before.kind, counted=before.counted)
         self._add_copy(resized, storage)

@@ -1,8 +1,8 @@
-"""A session's timed copies, waits, steps and memory as a Chrome trace, which Perfetto and chrome://tracing open.
+"""Chrome trace of a session's timed copies, waits, steps and memory, for Perfetto and chrome://tracing.
 
-    write_trace(path, copies, timed, ...)       # zero is the beginning of the first timed step
+    write_trace(path, copies, timed, ...)       # time zero is the beginning of the first timed step
 
-One process: a track each for the steps, compute, d2h and h2d; counters of device memory and of pinned memory.
+It has one process, with a track each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chameleon_mm.swap.metrics import CopySpan, StepSpan, TimedSpans
 from chameleon_mm.units import format_size
 
 PID = 2_000_000_000
-"""Number of our process in the file: larger than any that an operating system assigns, so it is unique."""
+"""Number of our process in the file: larger than any number that an operating system assigns, so it is unique."""
 
 STEPS, COMPUTE, D2H, H2D = 1, 2, 3, 4
 """Numbers of the tracks."""
@@ -31,8 +31,8 @@ _WAITS = {"out": "wait for a swap out", "in": "wait for a swap in", "recompute":
 def write_trace(
     path: str | Path, copies: Sequence[CopySpan], timed: TimedSpans, *, hbm_budget_bytes: int, about: Mapping[str, Any]
 ) -> None:
-    """Write the file. Its `baseTimeNanoseconds` is the wall clock at zero, as in torch.profiler's files. `about`: figures that
-    it holds besides the events, "device" and "simulated" among them."""
+    """Write the file. Its `baseTimeNanoseconds` is the wall clock at time zero, as in torch.profiler's files. `about`: other
+    figures for the file, including "device" and "simulated"."""
     events = list(_events(copies, timed, hbm_budget_bytes, about))
     document: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
     if (zero_ns := _unix_ns_at_zero(timed, simulated=about["simulated"])) is not None:
@@ -41,11 +41,11 @@ def write_trace(
 
 
 def _unix_ns_at_zero(timed: TimedSpans, *, simulated: bool) -> int | None:
-    """Wall clock at the beginning of the first timed step; None: no step was timed.
+    """Return the wall clock, in ns, at the beginning of the first timed step; None: no step was timed.
 
-    The device begins a step only after the host has enqueued its beginning. Each step therefore gives a lower bound of zero:
-    `unix_ns - start_us`. The largest bound is off by at most the device's delay behind the host at that step. A simulated clock
-    runs at its own pace: its zero is set by the first step that is kept.
+    The device begins a step only after the host has enqueued its beginning. So each step gives a lower bound of time zero:
+    `unix_ns - start_us`. The error of the largest bound is at most the device's delay after the host at that step. A simulated
+    clock runs at its own pace: its time zero is set by the first stored step.
     """
     bounds_ns = [step.unix_ns - round(step.start_us * 1e3) for step in timed.steps]
     if not bounds_ns:
@@ -56,7 +56,7 @@ def _unix_ns_at_zero(timed: TimedSpans, *, simulated: bool) -> int | None:
 def _events(
     copies: Sequence[CopySpan], timed: TimedSpans, hbm_budget_bytes: int, about: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Events, on the clock of the spans."""
+    """Yield the events, on the clock of the spans."""
     clock = " (simulated clock)" if about["simulated"] else ""
     yield _named("process_name", 0, name=f"chameleon_mm: {about['device']}{clock}")
     for tid, name in _TRACKS.items():
@@ -78,8 +78,8 @@ def _events(
 
 
 def readings(timed: TimedSpans) -> list[tuple[float, int, int]]:
-    """(time, device bytes, pinned bytes) of each memory reading, in order. A reading is placed as long after its step's
-    beginning as on the host's clock. Readings of steps that are no longer kept, or have not ended, are left out."""
+    """Return (time, device bytes, pinned bytes) of each memory reading, in order. A reading's time after its step's beginning
+    is that of the host's clock. Readings of steps that are not stored or have not ended are omitted."""
     steps: list[StepSpan] = sorted(timed.steps, key=lambda step: step.host_us)
     begins_us = [step.host_us for step in steps]
     found = []

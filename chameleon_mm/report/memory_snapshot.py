@@ -1,9 +1,9 @@
-"""Memory of a recorded step, nothing swapped, as a snapshot in torch's format, for https://pytorch.org/memory_viz.
+"""Memory of a recorded step without swaps, as a snapshot in torch's format, for https://pytorch.org/memory_viz.
 
     pickle.dumps(snapshot_of(trace))       # a file for that page, and for the functions of `torch.cuda._memory_viz`
 
-Each storage of the trace is an allocation with two frames: its operator and module, and the program's line. So is the memory
-inside an operator, and what was there before the step and is not used in it. Addresses are made up, as a trace has none.
+Each storage of the trace is an allocation with two frames: its operator and module, and the program's line. Internal memory of
+an operator, and unused memory from before the step, are allocations too. Addresses are invented.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from chameleon_mm.replayable import base_name
 from chameleon_mm.units import ALLOCATION_UNIT_BYTES, allocated_size
 
 MOST_ALLOCATIONS = 20_000
-"""Maximum number of allocations in a file, the largest ones: the page draws as many in seconds."""
+"""Maximum number of allocations in a file. The largest are included; the page draws this many in seconds."""
 
 
 def snapshot_of(trace: Trace) -> dict[str, Any]:
-    """Return the snapshot as `torch.cuda.memory._snapshot()` would: allocations in order, and those that outlive the step."""
+    """Return a snapshot like `torch.cuda.memory._snapshot()`: allocations in order, and those that outlive the step."""
     storages, inner = len(trace.tensor_bytes), np.flatnonzero(trace.op_inner_bytes)
     size = np.concatenate(
         (allocated_size(trace.tensor_bytes), trace.op_inner_bytes[inner], [peak_memory(trace).untouched_bytes])

@@ -1,10 +1,10 @@
-"""Report of all ranks, merged from the reports of each.
+"""Report of all ranks, merged from the reports of the ranks.
 
     merged = merge_reports(reports)               # SwapReports, or their `to_dict()`, even read back from JSON
     print(merged); merged.to_dict(); merged.plans_agree; merged.differences
 
-The caller collects the reports: from a file of each rank, or by `torch.distributed.gather_object` after training. Nothing here
-communicates with a rank.
+The caller collects the reports: from a file per rank, or by `torch.distributed.gather_object` after training. This module does
+not communicate.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SUMMED = (
     "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "bytes_recomputed", "bytes_held", "fallbacks",
     "pageable_swap_outs", "oom_retries", "steps_run_again", "budget_misses", "peak_host_bytes", "host_reserved_bytes",
 )  # fmt: skip
-"""Figures whose total is the sum over ranks. Pinned memory is one of them: ranks of one machine share its memory."""
+"""Figures whose total is the sum over ranks. Pinned memory is included, because ranks of one machine share its memory."""
 
 _WORST = ("peak_hbm_bytes", "stall_us", "late_us", "recompute_us", "planned_step_us", "measured_step_us")
-"""Figures whose total is the maximum over ranks: each rank has its own device, and all wait for the slowest."""
+"""Figures whose total is the maximum over ranks, because each rank has its own device, and all wait for the slowest."""
 
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "rank": int, "world_size": int, "steps": int, "hbm_budget_bytes": int, "peak_hbm_bytes": int, "bytes_swapped_out": int,
@@ -46,14 +46,14 @@ _PLAN_WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedReport:
-    """Figures of all ranks of a job. Bytes are bytes, `_us` microseconds, as in `SwapReport`."""
+    """Figures of all ranks of a job. Sizes are in bytes, `_us` in microseconds, as in `SwapReport`."""
 
     ranks: tuple[dict[str, Any], ...]
     """Report of each rank as a dictionary, ordered by rank."""
     totals: dict[str, Any]
     """Sums of bytes and counts over ranks, maxima of device peaks and times (None: not measured), and the minimum of steps."""
     plans_agree: bool | None
-    """True if all ranks follow the same plan; None: none has one, or reports are missing."""
+    """True if all ranks follow the same plan; None: no rank has a plan, or reports are missing."""
     differences: tuple[str, ...]
     """Sentences about differences between the ranks, and about missing reports."""
 
@@ -89,8 +89,8 @@ class MergedReport:
 def merge_reports(reports: Iterable[SwapReport | Mapping[str, Any]]) -> MergedReport:
     """Merge the reports of the ranks of one job, in any order: `SwapReport`s, or their `to_dict()`.
 
-    Raises `TypeError` for an object that is no report. Raises `ValueError` for no report at all, for a dictionary of other
-    figures, for two reports of one rank, and for jobs of other sizes.
+    Raises `TypeError` for an object that is not a report. Raises `ValueError` without reports, for a dictionary of other
+    figures, for two reports of one rank, and for reports of different jobs' sizes.
     """
     check_type("merge_reports", reports, Iterable, "several reports", "pass a list of what session.report() gives")
     ranks = sorted((_figures(report) for report in reports), key=lambda figures: int(figures["rank"]))
@@ -135,7 +135,7 @@ def _figures(report: SwapReport | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unlike(ranks: list[dict[str, Any]]) -> list[str]:
-    """Sentences about the budget, device and number of steps, if ranks differ in them."""
+    """Return sentences about budget, device and number of steps, if ranks differ in them."""
     told = (("hbm_budget_bytes", "hbm_budget", format_apart), ("device", "device", list), ("steps", "steps completed", list))
     found = []
     for name, label, show in told:
@@ -147,7 +147,7 @@ def _unlike(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _plans(ranks: list[dict[str, Any]]) -> tuple[bool | None, str | None]:
-    """True if all follow one plan (None: none has one), and a sentence about how the plans differ."""
+    """Return True if all ranks follow one plan (None: no rank has a plan), and a sentence about differences between plans."""
     planned = [rank for rank in ranks if "plan" in rank["plan_digests"]]
     if not planned:
         return None, None
@@ -163,7 +163,7 @@ def _plans(ranks: list[dict[str, Any]]) -> tuple[bool | None, str | None]:
 
 
 def _groups(ranks: list[dict[str, Any]], key: Any) -> list[tuple[Any, list[int]]]:
-    """Values of `key` in order of appearance, and the ranks that have each."""
+    """Return the values of `key` in order of appearance, each with its ranks."""
     groups: dict[Any, list[int]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank["rank"])

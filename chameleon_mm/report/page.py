@@ -2,8 +2,8 @@
 
     text = page_html(report.rows(), report.to_dict(), picture, steps)
 
-Shapes and figures need no script. A script adds the readout of the number under the pointer, the zoom, and the table of
-tensors, from JSON in the page.
+Shapes and figures need no script. A script adds the values under the pointer, the zoom, and the table of tensors, from JSON in
+the page.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from chameleon_mm.report.step_picture import HELD, IN_PART, RECOMPUTE, STALL, SW
 from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import format_size, format_us
 
-# --- Shapes of the page's charts as SVG text. Each chart is 1000 wide for its whole interval of time, and 100 high
+# --- Shapes of the page's charts as SVG text. Each chart is 1000 units wide, for its whole time, and 100 units high
 #
-# The browser stretches them to the available width. The drawn values can be computed back from the coordinates.
+# The browser stretches them to the available width. The drawn values can be computed from the coordinates.
 
 WIDTH, HEIGHT = 1000, 100
 
 MOST_POINTS = 3_000
-"""Maximum number of points of a curve. If there are more, each point is the maximum of an interval of time."""
+"""Maximum number of points of a curve. If there are more values, each point is the maximum of an interval of time."""
 
 CSS = {"in part": "part"}
-"""CSS classes of kinds whose names are no valid class."""
+"""CSS classes of kinds whose names are not valid classes."""
 
 
 def number(value: float) -> str:
-    """Text of a coordinate, to a thousandth, without trailing zeros."""
+    """Return the text of a coordinate, rounded to 0.001, without trailing zeros."""
     return f"{value:.3f}".rstrip("0").rstrip(".") or "0"
 
 
@@ -54,7 +54,7 @@ def thinned_memory(memory: Memory) -> Memory:
 
 
 def lane(name: str, bars: Iterable[Bar], end_us: float, label: str) -> str:
-    """SVG of one engine: a path for each kind of bar, and an empty path for the bars of the picked tensor."""
+    """Return the SVG of one engine: a path for each kind of bar, and an empty path for the bars of the selected tensor."""
     at = ((bar.kind, _x(bar.start_us, end_us), _x(bar.end_us, end_us)) for bar in bars)
     shapes = ((f"bar {CSS.get(kind, kind)}", f"M{start} 0H{end}V{HEIGHT}H{start}Z") for kind, start, end in at)
     return _svg(name, label, f'{_paths(shapes)}<path class="pick" d=""/>')
@@ -74,7 +74,7 @@ def memory_shapes(planned: Memory, unswapped: Memory, budget_bytes: int, end_us:
 
 
 def strip(name: str, steps: Sequence[tuple[str, float | None]], most: float, label: str, *, line: Sequence[float] = ()) -> str:
-    """SVG with a bar for each step, given as (class, value); None: no value. `line`: a level for each step."""
+    """Return an SVG with a bar for each step, given as (class, value); None: no value. `line`: a level for each step."""
     width = WIDTH / max(len(steps), 1)
     at = ((css, number(i * width), number((i + 0.9) * width), value) for i, (css, value) in enumerate(steps))
     bars = ((css, f"M{start} {HEIGHT}V{_y(v, most)}H{end}V{HEIGHT}Z") for css, start, end, v in at if v is not None)
@@ -89,7 +89,7 @@ def _svg(row: str, label: str, shapes: str) -> str:
 
 
 def _paths(shapes: Iterable[tuple[str, str]]) -> str:
-    """A path for each class, of all its shapes."""
+    """Return a path for each class, with all its shapes."""
     of_class: dict[str, list[str]] = {}
     for css, shape in shapes:
         of_class.setdefault(css, []).append(shape)
@@ -97,7 +97,7 @@ def _paths(shapes: Iterable[tuple[str, str]]) -> str:
 
 
 def below_chart(end_us: float) -> str:
-    """HTML below a chart over time: its axis, the readout, and the buttons that zoom."""
+    """Return the HTML below a chart over time: its axis, the values under the pointer, and the zoom buttons."""
     ticks = "".join(f"<span>{format_us(end_us * i / 4)}</span>" for i in range(5))
     names = (("in", "zoom in"), ("out", "zoom out"), ("left", "earlier"), ("right", "later"), ("all", "whole step"))
     buttons = "".join(f'<button type="button" data-zoom="{name}">{text}</button>' for name, text in names)
@@ -108,7 +108,7 @@ def below_chart(end_us: float) -> str:
 
 
 def _curve(memory: Memory, end_us: float, most_bytes: int) -> str:
-    """Path of a step function: each value holds until the next."""
+    """Return the path of a step function: each value holds until the next."""
     at_us, nbytes = memory.at_us.tolist(), memory.nbytes.tolist()
     steps = "".join(
         f"{'M' if not i else 'H'}{_x(us, end_us)}{' ' if not i else 'V'}{_y(value, most_bytes)}"
@@ -125,11 +125,11 @@ def _y(value: float, most: float) -> str:
     return number(HEIGHT - HEIGHT * value / most) if most > 0 else str(HEIGHT)
 
 
-# --- Section of the page about the step by its plan: memory, compute and copies over time
+# --- Section of the page about the planned step: memory, compute and copies over time
 
 
 def step_section(picture: StepPicture | None) -> str:
-    """HTML of the section; None: there is no plan."""
+    """Return the HTML of the section. `picture`: None: there is no plan."""
     if picture is None:
         return (
             '<section id="step"><h2>The step, by its plan</h2><p>There is no plan, so nothing is predicted. One is made of the '
@@ -202,10 +202,10 @@ def step_columns(picture: StepPicture) -> dict[str, Any]:
     return found
 
 
-# --- Section of the page about all steps: each one's kind, peak against budget, time and stall
+# --- Section of the page about all steps: kind, peak against budget, time and stall of each
 
 MOST_STEPS = 1_000
-"""Maximum number of steps on the page, the latest ones: each bar is then a pixel wide."""
+"""Maximum number of steps on the page. The latest are shown; each bar is then a pixel wide."""
 
 
 def steps_section(all_steps: Sequence[StepFigures]) -> str:
@@ -242,7 +242,7 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
 # --- Section of the page about the planned step's tensors: a table that the script fills, sorts and filters
 
 MOST_TENSORS = 8_000
-"""Maximum number of tensors in the page's table, the largest ones: 5000 make a page of 2 MiB."""
+"""Maximum number of tensors in the page's table. The largest are shown; 5000 make a page of 2 MiB."""
 
 _COLUMNS = (
     ("name", "tensor"), ("does", "plan"), ("bytes", "size"), ("moved_bytes", "crosses"), ("saved_us", "made"),
@@ -252,7 +252,7 @@ _COLUMNS = (
 
 
 def tensor_section(picture: StepPicture | None) -> str:
-    """HTML of the section; empty if there is no plan."""
+    """Return the HTML of the section; empty if there is no plan."""
     if picture is None or not picture.tensors:
         return ""
     kinds = [kind for kind in WHAT_PLANS_DO if any(row.does == kind for row in picture.tensors)]
@@ -292,8 +292,8 @@ _PART = re.compile(r"<!--(\w+)-->")
 def page_html(
     rows: Sequence[tuple[str, str]], figures: Mapping[str, Any], picture: StepPicture | None, steps: Sequence[StepFigures]
 ) -> str:
-    """Text of the page. `rows`: label and text of each figure; `figures`: the report's dict; `picture`: the step planned last;
-    None: there is none."""
+    """Return the text of the page. `rows`: label and text of each figure. `figures`: the report's dict. `picture`: the latest
+    planned step; None: there is none."""
     clock = "All times are of the simulator's virtual clock." if figures["simulated"] else "Times are of the device's clock."
     parts = {
         "title": html.escape(f"Swap report: {figures['device']}"),
@@ -318,7 +318,7 @@ def _file(name: str) -> str:
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the page's script element, even if a name contains markup."""
+    """Return JSON that cannot end the page's script element, even if a name contains markup."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -3,7 +3,7 @@
     report = session.report()
     print(report); report.to_dict(); report.save_html("swap.html"); report.save_trace("swap.json")
 
-A figure that was not measured is None in the dict and "not measured" in the text. Simulated times are labelled so.
+A figure that was not measured is None in the dict and "not measured" in the text. Simulated times are labelled.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from chameleon_mm.report.step_picture import PlannedStepData, memory_rows, pictu
 from chameleon_mm.swap.metrics import CopySpan, Counters, StepKind, TimedSpans
 from chameleon_mm.units import format_apart, format_size, format_us, printable
 
-# --- Rank of this process in its job, and comparison of its budgets with those of the other ranks: no rank waits
+# --- Rank of this process in its job, and comparison of its budgets with those of the other ranks, without a wait
 #
-# The first rank that enters its n-th session writes its budgets to the store, and the others compare theirs with them. There
-# is no collective and no wait: a rank that never arrives blocks no other.
+# The first rank that enters its n-th session writes its budgets to the store. The other ranks compare theirs with these. There
+# is no collective and no wait: a rank that never arrives does not block others.
 
 _log = logging.getLogger(__name__)
 
@@ -46,20 +46,20 @@ _KEY = "chameleon_mm/sessions"
 
 
 class Ranks:
-    """Ranks of a job, as one session of this process knows them. Raises nothing: training does not depend on it."""
+    """Ranks of a job, from the view of one session of this process. Raises nothing, because training does not depend on it."""
 
     number, of = 0, 1
     """Rank of this process in the default process group, and number of processes that train together; 0 of 1 without one."""
 
     def __init__(self, *, host_budget_bytes: int | None) -> None:
-        """`host_budget_bytes`: as the caller gave it; None: each rank's share of available memory, which differs."""
+        """`host_budget_bytes`: as given by the caller; None: each rank's share of available memory, which differs."""
         self.problems: tuple[str, ...] = ()
-        """Sentences about budgets that differ among ranks, or exceed this machine's memory together."""
+        """Sentences about budgets that differ among ranks, or that together exceed this machine's memory."""
         self._host_budget_bytes = host_budget_bytes
 
     def enter(self, hbm_budget_bytes: int | None) -> None:
-        """Compare the budgets with those of the other ranks and of the machine. Logs a warning for each problem.
-        `hbm_budget_bytes`: None: it was not given in bytes, so it may differ."""
+        """Compare the budgets with those of other ranks and with the machine's memory. Logs a warning for each problem.
+        `hbm_budget_bytes`: None: not given in bytes, so it may differ."""
         if dist.is_available() and dist.is_initialized():
             self.number, self.of = dist.get_rank(), dist.get_world_size()
         found = (self._beyond_the_machine(), self._unlike_the_first(hbm_budget_bytes))
@@ -68,10 +68,10 @@ class Ranks:
             _log.warning("chameleon_mm: %s", problem)
 
     def _beyond_the_machine(self) -> str | None:
-        """Sentence about a host budget that the machine cannot give to all its ranks; None: it can, or that is unknown."""
+        """Return a sentence about a host budget that the machine cannot give to all its ranks; None: it can, or unknown."""
         try:
             ranks, available = local_ranks(), available_host_bytes()
-        except ValueError:  # a malformed LOCAL_WORLD_SIZE: a given budget does not need it
+        except ValueError:  # a malformed LOCAL_WORLD_SIZE, which a given budget does not need
             return None
         budget = self._host_budget_bytes
         if budget is None or ranks == 1 or not 0 < available < ranks * budget:
@@ -83,7 +83,7 @@ class Ranks:
         )
 
     def _unlike_the_first(self, hbm_budget_bytes: int | None) -> str | None:
-        """Sentence about budgets that differ from the first rank's in the store; None: none do, or there is no store."""
+        """Return a sentence about budgets that differ from the first rank's in the store; None: none differ, or no store."""
         if self.of == 1:
             return None
         mine = {"rank": self.number, "hbm_budget": hbm_budget_bytes, "host_budget": self._host_budget_bytes}
@@ -103,10 +103,10 @@ class Ranks:
 
 
 def _first(mine: dict[str, Any]) -> dict[str, Any]:
-    """Entry of the rank that first entered a session of this number: `mine`, if that is this rank."""
+    """Return the entry of the rank that first entered a session of this number; `mine` if it is this rank."""
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"{_KEY}/{mine['rank']}", 1)
-    # Sets the entry if there is none, and returns the entry: one request, however many ranks there are.
+    # Sets the entry if there is none, and returns the entry, in one request for any number of ranks.
     entry: Any = json.loads(store.compare_set(f"{_KEY}/number/{number}", "", json.dumps(mine)))
     return entry if isinstance(entry, dict) else mine
 
@@ -125,7 +125,7 @@ _NOT_FIGURES = frozenset({"spans", "timed", "planned", "step_figures"})
 
 @dataclass(slots=True, kw_only=True)
 class SwapReport(Counters):
-    """Figures of one session. Bytes are bytes, `_us` microseconds of the device's clock (virtual on the simulator)."""
+    """Figures of one session. Sizes are in bytes, `_us` in microseconds of the device's clock (virtual on the simulator)."""
 
     device: str
     simulated: bool
@@ -134,101 +134,101 @@ class SwapReport(Counters):
     detailed_steps: int
     """Steps recorded operator by operator."""
     plans: int
-    """Plans made, including those that were tried against one another, and those made when memory turned out larger."""
+    """Plans made, including plans on trial, and plans made because steps needed more memory."""
     plan_cache_hits: int
-    """Steps that agreed, hook for hook, with a known step that had a plan when they began."""
+    """Steps that agreed at each hook with a known step that had a plan when they began."""
     steps_by_phase: dict[str, int]
-    """Ended steps by kind: "recorded" in detail, "planned" from the first hook to the last, "partly_planned", "by_rule" if no
-    plan was followed, "failed" by an exception."""
+    """Ended steps by kind: "recorded" in detail; "planned" from the first hook to the last; "partly_planned"; "by_rule" without
+    a plan; "failed" by an exception."""
     planning_us: float
-    """Host time spent on making plans."""
+    """Host time for making plans."""
     planned_step_us: float | None
-    """Predicted time of a step under the plan for the step that was recorded last; None: there is no plan."""
+    """Predicted time of a step under the plan for the latest recorded step; None: there is no plan."""
     planned_peak_bytes: int | None
-    """Maximum device memory of such a step, by the same simulation."""
+    """Maximum device memory of that step, by the same simulation."""
     unswapped_step_us: float | None = None
-    """Time of that step with nothing swapped: its recording, at the pace of the measured steps between their waits."""
+    """Time of that step without swaps: its recorded time, scaled to measured steps without their waits."""
     unswapped_peak: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes at its peak, by what they are for. `least_peak`: at the peak with everything away that may be, a plan's least."""
+    """Bytes at the step's peak without swaps, by purpose. `least_peak`: bytes at the lowest peak of any plan."""
     least_peak: dict[str, int] = dataclasses.field(default_factory=dict)
     most_unswapped_bytes: int = 0
-    """Largest such peak among the kinds of steps that came again; 0: none did."""
+    """Largest peak without swaps of all kinds of steps that were repeated; 0: none was."""
     planned_recompute_us: float | None
     """Part of `planned_step_us` in which operators run again."""
     planned_bytes: dict[str, int]
-    """Bytes of saved tensors that may leave the device, by that plan's action: "kept", "swapped", "recomputed". "held": bytes
-    that autograd did not save, kept as inputs of recomputation. Empty: there is no plan."""
+    """Bytes of movable saved tensors, by the plan's action: "kept", "swapped", "recomputed". "held": bytes that autograd did
+    not save, kept as inputs of recomputation. Empty: there is no plan."""
     measured_step_us: float | None
-    """Median time of the latest such steps; None: none was timed."""
+    """Median time of the latest steps under that plan; None: none was timed."""
     program_bytes_out: int = 0
-    """Bytes that the program itself copied to the host in the step that was planned last, by its own operators. The session
-    neither made nor moved these copies. `program_bytes_back`: from the host."""
+    """Bytes that operators of the program itself copied to the host in the latest planned step. The session did not make these
+    copies. `program_bytes_back`: from the host."""
     program_bytes_back: int = 0
     prefetches_timed: int | None
-    """Prefetches in timed steps that were used, each counted at its first use."""
+    """Used prefetches in timed steps, each counted at its first use."""
     prefetches_late: int | None
-    """Prefetches of `prefetches_timed` that compute had to wait for."""
+    """Prefetches among `prefetches_timed` for which compute had to wait."""
     late_us: float | None
-    """Time that compute waited for late prefetches. A part of `stall_us`."""
+    """Time that compute waited for late prefetches; part of `stall_us`."""
     hidden_fraction: float | None
-    """1 - stall / copy time: the share of the copies' time that compute did not wait for."""
+    """1 - stall / copy time: the share of the copies' time during which compute did not wait."""
     stall_us: float | None
     """Time that compute waited for copies."""
     copy_us: float | None
-    """Time that copies ran, both directions added up."""
+    """Time that copies ran, sum of both directions."""
     recompute_us: float | None
     """Time in which compute recomputed dropped storages, in timed steps."""
     peak_hbm_bytes: int
     """Maximum device memory allocated while the session was open; a lower bound if `peak_hbm_at_most_bytes` differs."""
     peak_hbm_at_most_bytes: int | None
-    """Upper bound of that maximum; None: not known. Both equal the peak if it is known: the process had not reached it before,
-    and the device's peak was not reset meanwhile."""
+    """Upper bound of that maximum; None: unknown. Both bounds equal the peak if it is known. It is known if the process had not
+    reached it before, and the device's peak was not reset meanwhile."""
     hbm_budget_bytes: int
     hbm_budget_from: str = ""
-    """Sentence about what the budget is a share of; empty: it was given in bytes."""
+    """Sentence that names the memory of which the budget is a share; empty: it was given in bytes."""
     peak_reserved_bytes: int | None
-    """Maximum that torch's allocator reserved since the process began or its peak was reset; None: simulated."""
+    """Maximum bytes reserved by torch's allocator since the process began or the peak was reset; None: simulated."""
     peak_host_bytes: int
     """Maximum pinned memory in live blocks."""
     host_reserved_bytes: int
-    """Pinned memory that the pool has obtained from the device."""
+    """Pinned memory that the pool has reserved."""
     host_bytes_wanted: int | None
-    """Maximum pinned memory that a step needs by its plan, over all known steps; None: none has a plan."""
+    """Maximum pinned memory that a known step needs by its plan; None: no step has a plan."""
     kept_by_reason: dict[str, int]
-    """Saved tensors that stayed on the device, by reason."""
+    """Number of saved tensors that stayed on the device, by reason."""
     not_recomputed_by_reason: dict[str, int]
-    """Storages that a plan would have recomputed, but that were swapped or kept instead, by reason."""
+    """Number of storages to recompute by a plan that were swapped or kept instead, by reason."""
     recipes_banned: tuple[str, ...]
-    """Names of the operators of recipes whose bits differed from the original: those recipes are no longer used."""
+    """Names of the operators of banned recipes: their bits differed from the original, so they are no longer used."""
     pins: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Pins as texts: "keep", "never_recompute". With a planned step also "kept_bytes" and "never_recomputed_bytes", what they
-    hold of that step's movable bytes; the "step_us" that the fastest plan predicts, and "step_us_without" them (None: there is
-    no plan). Empty: no pins."""
+    """Pins as texts: "keep", "never_recompute". With a planned step also "kept_bytes" and "never_recomputed_bytes", the movable
+    bytes of the step that they affect; "step_us" of the fastest plan, and "step_us_without" pins (None: there is no plan).
+    Empty: no pins."""
     compiled_regions: tuple[str, ...] = ()
-    """Lines about the compiled regions of the step that was planned last."""
+    """Lines about the compiled regions of the latest planned step."""
     compiled_partitions: tuple[str, ...] = ()
-    """Lines about what was chosen for compiled regions to save, with estimates of the alternatives: one for each as it first
-    compiled, then one for all, from the first recorded step."""
+    """Lines about how much compiled regions save, with estimates of the alternatives: one line per region at its first
+    compilation, then one line for all, from the first recorded step."""
     lowered_budget_bytes: int | None
-    """Tighter budget of all steps since a step was run again; None: none was."""
+    """Reduced budget of all steps since a step ran again; None: none did."""
     problems: tuple[str, ...]
-    """Sentences about wrong uses of the session, each with what to do."""
+    """Sentences about misuse of the session, each with a remedy."""
     warnings: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Texts of the session's warnings, the first of each kind, which alone is in the log; and how many of its kind came."""
+    """Warnings of the session: the text of the first of each kind, which is also in the log, and the number of its kind."""
     warm_up: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Figures of the latest steps before the first that followed a plan, as of `sums_of`. `steady`: of those from it on."""
+    """Figures, as of `sums_of`, of the latest steps before the first step with a plan. `steady`: from that step on."""
     steady: dict[str, Any] = dataclasses.field(default_factory=dict)
     rank: int = 0
     """Number of this process among the `world_size` processes that train together."""
     world_size: int = 1
     plan_digests: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Digests of the step that was planned last, and of its plan: equal on ranks that do the same. Empty: none was planned."""
+    """Digests of the latest planned step and of its plan. Equal on ranks that do the same. Empty: no step was planned."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
-    """Latest timed copies. This field and the three below are for the trace and the page."""
+    """Latest timed copies. This field and the next three are for the trace and the page."""
     timed: TimedSpans = dataclasses.field(default_factory=TimedSpans, repr=False)
     """Latest timed steps and waits, and readings of memory."""
     planned: PlannedStepData | None = dataclasses.field(default=None, repr=False, compare=False)
-    """Trace and plan of the step that was planned last; None: there is no plan."""
+    """Trace and plan of the latest planned step; None: there is no plan."""
     step_figures: tuple[StepFigures, ...] = dataclasses.field(default=(), repr=False)
     """Figures of the latest steps that ended."""
 
@@ -245,7 +245,7 @@ class SwapReport(Counters):
         ranks: Ranks,
         pins: Mapping[str, Sequence[str]],
     ) -> SwapReport:
-        """Report of the present figures of a session. `pins`: by option; without those that name nothing."""
+        """Return a report of the present figures of a session. `pins`: by option, without empty options."""
         metrics, pool, device, peak = history.metrics, history.pool.stats(), history.device, history.peak()
         spans, totals, step_figures = metrics.resolve(), metrics.totals, history.figures()
         timed: dict[str, Any] = {name: getattr(totals, name) if totals.timed_steps else None for name in _TIMED}
@@ -282,19 +282,19 @@ class SwapReport(Counters):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of every figure, ready for JSON, without the fields for the page and the trace."""
+        """Return a dictionary of all figures, ready for JSON, without the fields for the page and the trace."""
         figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_FIGURES}
         plain: dict[type, Callable[[Any], Any]] = {dict: dict, tuple: list}
         return {name: plain.get(type(value), lambda same: same)(value) for name, value in figures.items()}
 
     @property
     def peak(self) -> Peak:
-        """Both bounds of the peak. Its text says "at least" where they differ."""
+        """Return both bounds of the peak. Its text says "at least" if they differ."""
         return Peak(self.peak_hbm_bytes, self.peak_hbm_at_most_bytes)
 
     @property
     def budget_held(self) -> bool | None:
-        """True if the device's memory stayed within the budget while the session was open; None: not known, or not measured."""
+        """True if device memory stayed within the budget while the session was open; None: unknown or not measured."""
         if self.peak_hbm_bytes > self.hbm_budget_bytes:
             return False
         at_most = self.peak_hbm_at_most_bytes
@@ -302,9 +302,9 @@ class SwapReport(Counters):
 
     @property
     def in_short(self) -> str:
-        """The result in one line: peak and step time against those of the unswapped step, and how many steps had a plan.
+        """Return the result in one line: peak and step time against those of the step without swaps, and the planned steps.
 
-        The peaks are of the largest kind of step. If a step of unknown kind took more, the line has its peak alone."""
+        The peaks are of the largest kind of step. If a step of unknown kind took more, the line has only its peak."""
         warm_up, clock = self.warm_up.get("steps", 0), " (simulated)" if self.simulated else ""
         figures = self.steady if self.steady.get("steps") else self.to_dict()
         after = str(Peak(figures["peak_hbm_bytes"], figures["peak_hbm_at_most_bytes"]))
@@ -322,7 +322,7 @@ class SwapReport(Counters):
         return ", ".join(parts)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Label and text of each figure, for tables."""
+        """Return label and text of each figure, for tables."""
         clock = " (simulated)" if self.simulated else ""
         host = f"{format_size(self.peak_host_bytes)} live at most, {format_size(self.host_reserved_bytes)} reserved"
         if self.host_bytes_wanted is not None:
@@ -371,7 +371,7 @@ class SwapReport(Counters):
         ]  # fmt: skip
 
     def _apart(self, name: str, show: Callable[[float | None], str]) -> str:
-        """Text of a figure of all timed steps, and of those after the warm-up, if there was one."""
+        """Return the text of a figure of all timed steps, and of the steps after the warm-up, if there was one."""
         after = f", after the warm-up {show(self.steady.get(name))}" if self.warm_up.get("steps") else ""
         return show(getattr(self, name)) + after
 
@@ -384,7 +384,7 @@ class SwapReport(Counters):
         return [(f"{what} out / in", f"{format_size(out)} / {format_size(back)}") for what, out, back in moved if out or back]
 
     def _peak(self) -> str:
-        """Text of the peak as far as it is known, of the budget, and whether the budget was held."""
+        """Return the text about the peak as far as it is known, the budget, and whether the budget was kept."""
         budget = f"budget {format_size(self.hbm_budget_bytes)}"
         peak, at_most = self.peak, self.peak_hbm_at_most_bytes
         if at_most == 0:
@@ -402,7 +402,7 @@ class SwapReport(Counters):
         return f"{peak} ({budget}, not known whether held: {why})"
 
     def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
-        """Rows of the latest plan's predictions, and of the measured time."""
+        """Return rows of the latest plan's predictions and of the measured time."""
         if self.planned_step_us is None or self.planned_peak_bytes is None:
             rule = max((step.peak_hbm_bytes for step in self.step_figures if step.kind is StepKind.BY_RULE), default=0)
             least = sum(self.least_peak.values())
@@ -421,7 +421,7 @@ class SwapReport(Counters):
         ]
 
     def _pin_rows(self, clock: str) -> list[tuple[str, str]]:
-        """Row of the pins, and of what they cost the latest plan; empty without pins."""
+        """Return a row of the pins and their cost in the latest plan; empty without pins."""
         given = [f"{option}={self.pins[option]}" for option in ("keep", "never_recompute") if option in self.pins]
         if not given:
             return []
@@ -440,7 +440,7 @@ class SwapReport(Counters):
         return [(f"pins{clock}", text)]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:
-        """Rows about dropped and recomputed storages; empty if no plan asked for any."""
+        """Return rows about dropped and recomputed storages; empty if no plan has any."""
         refused = ", ".join(f"{count} {reason}" for reason, count in self.not_recomputed_by_reason.items())
         rows = [("not recomputed after all", refused)] if refused else []
         if self.recipes_banned:
@@ -459,8 +459,8 @@ class SwapReport(Counters):
         return printable("\n".join(f"{label:<{width}}  {text}" for label, text in rows))
 
     def save_html(self, path: str | Path) -> None:
-        """Write a self-contained page, for any browser without a network: memory, compute and copies over the step planned
-        last, the plan's action on each tensor, all steps, and the figures. docs/report.md says how to read it.
+        """Write a self-contained page, for any browser without a network: memory, compute and copies over the latest planned
+        step, the plan's action on each tensor, all steps, and the figures. docs/report.md explains how to read it.
         """
         picture = None
         if self.planned is not None:
@@ -469,23 +469,23 @@ class SwapReport(Counters):
         write_file(path, page_html(self.rows(), self.to_dict(), picture, self.step_figures))
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the latest timed spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:
-        a track each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
+        """Write the latest timed spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing: one track
+        each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
         """
         told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
         about = {name: getattr(self, name) for name in told}
         write_trace(path, self.spans, self.timed, hbm_budget_bytes=self.hbm_budget_bytes, about=about)
 
     def save_memory_viz(self, path: str | Path) -> None:
-        """Write the memory of the step planned last, as recorded with nothing swapped, for https://pytorch.org/memory_viz.
-        Raises `ValueError` if no step was planned."""
+        """Write the recorded memory of the latest planned step, without swaps, for https://pytorch.org/memory_viz. Raises
+        `ValueError` if no step was planned."""
         if self.planned is None:
             raise ValueError("save_memory_viz: expected a session with a plan, got none; run a step in it to its end first")
         write_file(path, pickle.dumps(snapshot_of(self.planned.trace)))
 
 
 def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
-    """Figures of a report about plans. `adaptation` None: the session makes no plans."""
+    """Return the figures of a report about plans. `adaptation`: None: the session makes no plans."""
     planned = None if adaptation is None else adaptation.latest
     entries = () if adaptation is None else adaptation.steps.entries()
     plans = [entry.plan for entry in entries if entry.plan is not None]

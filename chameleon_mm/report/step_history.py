@@ -1,11 +1,11 @@
-"""History of a session's steps: how many began and ended, the figures of each, and the memory peak over all of them.
+"""History of a session's steps: numbers of begun and ended steps, figures of each, and the memory peak over all.
 
     history.open()                           # the session begins
     timed = history.begin(hbm_budget_bytes)  # a step begins, before the executor's
-    history.end(executor.end_step(...))      # its figures: at once, or when the device has finished a timed step
+    history.end(executor.end_step(...))      # reports figures at once, or when the device has finished a timed step
     history.close(wait=True); history.figures()
 
-Nothing waits for the device between steps: figures of a timed step are reported at a later boundary, in the steps' order.
+Nothing waits for the device between steps. Figures of a timed step are reported between later steps, in order.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from chameleon_mm.units import format_size, format_us
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """Figures of a step that ended. Bytes are bytes, `_us` microseconds of the device's clock (virtual on the simulator)."""
+    """Figures of a step that ended. Sizes are bytes, `_us` microseconds of the device's clock (virtual on the simulator)."""
 
     index: int
-    """Number of the step, from 0 on. Every step that began has a number, so a step that ran again has two."""
+    """Number of the step, from 0 on. Each run of a step counts, so a step that ran again has two numbers."""
     kind: StepKind
     simulated: bool
     step_us: float | None = None
-    """Time from the step's begin to its end on the device's clock; None: the step was not timed, nor were its copies."""
+    """Time from the step's beginning to its end on the device's clock; None: step and copies were not timed."""
     host_us: float
-    """Time from the step's begin to its end by the host's clock, maybe far ahead of the device's; virtual on the simulator."""
+    """Time from the step's beginning to its end on the host's clock. The host may be far ahead. Virtual on the simulator."""
     peak_hbm_bytes: int
     """Maximum device memory allocated in the step; a lower bound, seen by hooks, if `peak_hbm_at_most_bytes` differs."""
     peak_hbm_at_most_bytes: int | None
-    """Upper bound of that maximum; None: not known. Both equal the peak in a step that took more than any before it, or since
+    """Upper bound of that maximum; None: unknown. Both bounds equal the peak if the step took more than all earlier steps since
     the device's peak was reset."""
     hbm_budget_bytes: int
     host_bytes: int
     """Maximum pinned memory that live blocks of the session's pool held in the step."""
     bytes_out: int
-    """Part of `bytes_swapped_out`: bytes of saved tensors that left the device in the step. `bytes_in`: bytes that returned."""
+    """Bytes of saved tensors copied out in the step, a part of `bytes_swapped_out`. `bytes_in`: bytes copied back."""
     bytes_in: int
     stall_us: float | None = None
     """Time that compute waited for copies."""
     copy_us: float | None = None
-    """Time that the step's copies ran, both directions added up."""
+    """Time that the step's copies ran, sum of both directions."""
     recompute_us: float | None = None
     """Time in which compute recomputed dropped storages."""
     tokens: int | None = None
     """Tokens, padding included, of the batches that an attached model was trained with; None: not known. See `tokens_in`."""
     warm_up: bool = False
-    """True if the session makes plans, and neither this step nor one before it followed one from its first hook to its last."""
+    """True if the session makes plans, but no step so far followed a plan from its first hook to its last."""
 
     @property
     def peak(self) -> Peak:
@@ -77,12 +77,12 @@ class StepFigures:
         return None if self.copy_us is None or self.stall_us is None else hidden_fraction(self.stall_us, self.copy_us)
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of every figure, ready for JSON."""
+        """Return a dictionary of all figures, ready for JSON."""
         return {**dataclasses.asdict(self), "kind": self.kind.value, "hidden_fraction": self.hidden_fraction}
 
 
 def sums_of(steps: Sequence[StepFigures]) -> dict[str, Any]:
-    """Number of `steps`, highest peak, median time, and stalls, copies and hidden share of the timed ones. None: not known."""
+    """Return number of `steps`, highest peak, median time, and stalls, copies, hidden share of timed steps. None: unknown."""
     names = ("step_us", "stall_us", "copy_us")
     us = {name: [us for step in steps if (us := getattr(step, name)) is not None] for name in names}
     at_most = [step.peak_hbm_at_most_bytes for step in steps]
@@ -101,11 +101,11 @@ LOGGED = (
     "swap_step_us", "swap_tokens_per_s", "swap_peak_at_least_bytes", "swap_peak_bytes", "swap_budget_bytes", "swap_bytes_out",
     "swap_stall_us",
 )  # fmt: skip
-"""Names of the figures in a training's log."""
+"""Names of the figures in a training log."""
 
 
 def log_values(steps: Sequence[StepFigures]) -> dict[str, float]:
-    """Figures of the latest `steps` for a training's log, without those that are not known; empty without a step.
+    """Return the known figures of the latest `steps` for a training log; empty without a step.
 
     "swap_step_us": median time, by the host's clock if none was timed. "swap_tokens_per_s": tokens of the steps of which they
     are known over the time of these steps, by the same clock. "swap_peak_at_least_bytes": the highest peak that hooks
@@ -160,9 +160,9 @@ def teller_of(progress: object) -> Callable[[StepFigures], object] | None:
 
 
 def _step_lines() -> Callable[[StepFigures], object]:
-    """Return a function that writes a line for a step: in colour where stderr is a terminal, as plain text elsewhere.
+    """Return a function that writes a line for a step: in colour if stderr is a terminal, else as plain text.
 
-    There is no live display: a program can have only one, and it may be the user's own.
+    There is no live display, because a program can have only one, which the user may need.
     """
     from rich.console import Console
     from rich.text import Text
@@ -172,7 +172,7 @@ def _step_lines() -> Callable[[StepFigures], object]:
 
 
 def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
-    """Parts of the line of a step, each with rich's style for it."""
+    """Return the parts of a step's line, each with its style for rich."""
     peak, budget = str(figures.peak), format_size(figures.hbm_budget_bytes)
     amount, _, unit = peak.rpartition(" ")
     if budget.endswith(f" {unit}"):
@@ -195,30 +195,30 @@ def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
 
 ALWAYS_TIMED_STEPS = 3
 TIMED_EVERY = 16
-"""The first `ALWAYS_TIMED_STEPS` steps are timed in full, then one in `TIMED_EVERY`: on a GPU, timing a copy or a wait costs
-two timed events of 5 us on the host."""
+"""Interval of timed steps after the first `ALWAYS_TIMED_STEPS`, which are all timed. On a GPU, timing a copy or a wait costs
+two timed events of 5 us each on the host."""
 
 _PASSED = {
     StepKind.RECORDED: "a step of which nothing was known",
     StepKind.PARTLY_PLANNED: "a step unlike the planned ones",
     StepKind.BY_RULE: "a step that follows no plan",
 }
-"""Kinds of steps that may pass the budget without a word of the planner's, and what a warning calls them."""
+"""Kinds of steps that may exceed the budget without a warning of the planner, and their names in warnings."""
 
 MAX_FIGURES = 10_000
-"""Maximum number of latest steps whose figures are kept: a few MB."""
+"""Maximum number of latest steps whose figures are stored: a few MB."""
 
 MAX_PENDING = 64
-"""Maximum number of ended steps whose figures are incomplete: beyond it, the oldest is reported without its times."""
+"""Maximum number of ended steps with incomplete figures. If there are more, the oldest is reported without times."""
 
 
 class StepHistory:
-    """Steps of one session. Only `figures` is thread-safe: the thread that trains begins and ends steps."""
+    """Steps of one session. Only `figures` is thread-safe. The training thread begins and ends steps."""
 
     def __init__(
         self, device: Device, executor: Executor, pool: PinnedPool, tell: Callable[[StepFigures], object] | None
     ) -> None:
-        """`tell`: called with the figures of each step. An error in it is logged and ends the calls, but not the training."""
+        """`tell`: called with the figures of each step. An error in it is logged and ends the calls, not the training."""
         self.completed = self.begun = self.began_bytes = 0
         self.device = device
         self._executor = executor
@@ -231,17 +231,17 @@ class StepHistory:
         self._tokens: int | None = None
         """Tokens of the running step; None: not known."""
         self._running: tuple[int, int, float, int, int] | None = None
-        """Number and budget of the running step; host's clock and total bytes out and in at its beginning. None: no step runs,
-        or the device could not be asked."""
+        """Number and budget of the running step; host clock and total bytes out and in at its beginning. None: no step runs, or
+        the device must not be called."""
         self._pending: deque[tuple[StepFigures, StepSums | None]] = deque()
-        """Ended steps that were not reported yet: their figures without times, and their times, which are incomplete."""
+        """Ended steps not reported yet: their figures without times, and their incomplete times."""
         self._figures: deque[StepFigures] = deque(maxlen=MAX_FIGURES)
-        """Figures of the latest steps that were reported."""
+        """Figures of the latest reported steps."""
 
     # --- the session's peak
 
     def open(self) -> None:
-        """Start to watch the device's peak, or start anew."""
+        """Start or restart the watch of the device's peak."""
         peak_bytes = self.device.peak_allocated_bytes()
         self._watch, self._executor.budget.peak_watch = PeakWatch(peak_bytes), PeakWatch(peak_bytes)
         self.began_bytes = self.device.allocated_bytes()
@@ -261,19 +261,19 @@ class StepHistory:
         self._peak_is_over = True
 
     def peak(self) -> Peak:
-        """Bounds of the peak since `open`, as of the last `note_peak`."""
+        """Return the bounds of the peak from `open` to the last `note_peak`."""
         return Peak(0, 0) if self._watch is None else self._watch.peak()
 
     # --- steps
 
     def begin(self, hbm_budget_bytes: int) -> bool:
-        """Begin a step, before the executor does. Returns True if the step is to be timed."""
+        """Begin a step, before the executor does. Returns True if the step should be timed."""
         index, self.begun = self.begun, self.begun + 1
         totals, budget = self.metrics.totals, self._executor.budget
         self._running = self._tokens = None
         if self._executor.hook_lock.may_ask_device():
             self._settle()
-            self.note_peak()  # a loop that resets the peak at its top has the same one at the end of each step
+            self.note_peak()  # a loop may reset the peak at its top, so it may be equal at the end of each step
             self._tell_between(hbm_budget_bytes)
             self.pool.recent_peak_bytes()
             self.began_bytes = self.device.allocated_bytes()
@@ -288,7 +288,7 @@ class StepHistory:
         self._tokens = tokens + (self._tokens or 0)
 
     def end(self, kind: StepKind | None) -> None:
-        """End the step, after all other parts have. `kind`: as the executor returns it. Reports steps that are complete."""
+        """End the step, after all other parts. `kind`: result of the executor. Reports complete steps."""
         step, self._running = self._running, None
         self.note_peak()
         if step is None or kind is None:
@@ -315,13 +315,13 @@ class StepHistory:
         self._settle()
 
     def _tell_excess(self, kind: StepKind, peak_bytes: int, hbm_budget_bytes: int) -> None:
-        """Warn that a step passed its budget, if it did and nothing was said in it."""
+        """Warn if a step exceeded its budget and no other warning came in it."""
         if kind in _PASSED and peak_bytes > hbm_budget_bytes and self._num_warnings() == self._warned:
             told = f"chameleon_mm: {_PASSED[kind]} passed the budget by %s; raise hbm_budget by as much if it goes on"
             self.metrics.warn(_log, told, format_size(peak_bytes - hbm_budget_bytes))
 
     def _tell_between(self, hbm_budget_bytes: int) -> None:
-        """Warn that memory passed the budget since the last step, if by more than in it."""
+        """Warn if memory exceeded the budget since the last step, by more than in that step."""
         peak_bytes = self._executor.budget.peak_watch.peak().at_least_bytes
         if peak_bytes > max(hbm_budget_bytes, self._last_peak_bytes):
             told = "chameleon_mm: memory outside of steps, where nothing moves, as in an evaluation, passed the budget by %s"
@@ -331,7 +331,7 @@ class StepHistory:
         return sum(count for _, count in self.metrics.totals.warnings.values())
 
     def close(self, *, wait: bool) -> None:
-        """If there is a listener, report all remaining steps. `wait`: first wait for the device, so that they are complete."""
+        """Report all remaining steps, if there is a listener. `wait`: first wait for the device, so that they are complete."""
         if not self._pending or sys.is_finalizing() or not self._executor.hook_lock.may_ask_device():
             return
         if self._tell is not None:
@@ -341,17 +341,17 @@ class StepHistory:
             self._settle(all_of_them=True)
 
     def figures(self) -> tuple[StepFigures, ...]:
-        """Figures of the latest steps that ended, oldest first; without times if the device is not done. Never waits."""
+        """Return figures of the latest ended steps, oldest first; without times if the device has not finished. Never waits."""
         return (*self._figures.copy(), *starmap(self._with_times, self._pending.copy()))
 
     def figures_since(self, index: int) -> list[StepFigures]:
-        """Figures of the latest steps from number `index` on that are complete: a timed one is once the device has done it."""
+        """Return the complete figures of steps from number `index` on. A timed step is complete once the device has run it."""
         if self._executor.hook_lock.may_ask_device():
             self._settle()
         return [figures for figures in self._figures.copy() if figures.index >= index]
 
     def _settle(self, *, all_of_them: bool = False) -> None:
-        """Report the figures of the oldest steps, as far as they are complete."""
+        """Report the figures of the oldest steps, up to the first incomplete one."""
         pending = self._pending
         while pending and (
             all_of_them or len(pending) > MAX_PENDING or (sums := pending[0][1]) is None or self.metrics.is_complete(sums)
@@ -361,9 +361,9 @@ class StepHistory:
             try:
                 if self._tell is not None:
                     self._tell(figures)
-            except Exception:  # noqa: BLE001 - a user's function: a mistake in it must not end a long training
+            except Exception:  # noqa: BLE001 - an error in a user's function must not end a long training
                 self._tell = None
-                # The text alone: a log record that kept the error would keep its frames, and the tensors that they hold.
+                # Only the text: a log record with the error would keep its frames and their tensors alive.
                 said = traceback.format_exc()
                 _log.warning("chameleon_mm: progress: telling step %d raised; it is not told again:\n%s", figures.index, said)
 

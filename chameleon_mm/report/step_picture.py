@@ -1,6 +1,6 @@
-"""Picture of the step that was planned last, as plain data: the plan's action on each tensor, predicted memory and times.
+"""Picture of the latest planned step, as plain data: the plan's action on each tensor, predicted memory and times.
 
-    source = PlannedStepData.of(planned, ...)     # made of immutable data: keep it
+    source = PlannedStepData.of(planned, ...)     # immutable data, which may be kept
     picture = picture_of(source)                  # simulates the plan once
     picture.memory, picture.compute, picture.copies, picture.tensors
 
@@ -31,13 +31,13 @@ from chameleon_mm.plan.unswapped_memory import (
 )
 from chameleon_mm.swap.metrics import StepTime
 
-# --- Names of a trace's storages for people: path of the module that saved them, if known, and the operator that made them
+# --- Readable names of a trace's storages: path of the saving module, if known, and the operator that made the storage
 #
 # A number distinguishes storages of the same name: "gelu #2".
 
 
 def names_of(trace: Trace, numbers: Sequence[int]) -> dict[int, str]:
-    """Names of the storages `numbers` of `trace`, in the trace's order."""
+    """Return the names of the storages `numbers` of `trace`, in the trace's order."""
     makers = makers_of(trace)
     plain: dict[int, str] = {}
     for number in sorted(numbers):
@@ -56,7 +56,7 @@ LARGEST = "largest at that least"
 
 
 def memory_rows(trace: Trace) -> list[tuple[str, str]]:
-    """Label and text of what memory is at the step's peak, and at the peak with everything away that may be."""
+    """Return label and text about memory at the step's peak, and at the lowest peak of any plan."""
     peaks = (("peak of the step unswapped", peak_memory(trace)), ("least that a plan can reach", least_memory(trace)))
     rows = [(label, str(peak)) for label, peak in peaks]
     return [*rows, *((LARGEST, large) for large in largest_of(trace, peaks[1][1]))]
@@ -64,7 +64,7 @@ def memory_rows(trace: Trace) -> list[tuple[str, str]]:
 
 KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD = "kept", "swapped", "in part", "recomputed", "held"
 WHAT_PLANS_DO = (KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD)
-"""Actions of a plan on a storage. "in part": its last bytes are swapped, its first bytes stay."""
+"""Actions of a plan on a storage. "in part": the last bytes are swapped, the first bytes stay."""
 
 _Done = tuple[str, Action]
 """Element of `WHAT_PLANS_DO`, and the plan's action on the storage."""
@@ -84,11 +84,11 @@ class PlannedStepData:
     times_us: tuple[float, ...]
     """Times of the latest steps that followed the plan and were timed in full."""
     latest: StepTime | None
-    """Times of the latest of them."""
+    """Times of the latest of these steps."""
 
     @classmethod
     def of(cls, planned: PlannedStep) -> PlannedStepData | None:
-        """Data of `planned` at this moment; None: it has no plan."""
+        """Return the present data of `planned`; None: it has no plan."""
         current, link = planned.current, planned.link
         if current is None or link is None:
             return None
@@ -111,7 +111,7 @@ class Bar:
     start_us: float
     end_us: float
     tensor: int
-    """Number in the trace of the tensor that the bar is about; -1: none."""
+    """Number in the trace of the bar's tensor; -1: none."""
     nbytes: int = 0
 
 
@@ -127,17 +127,17 @@ class TensorRow:
     moved_bytes: int
     """Bytes that cross the link one way."""
     saved_us: float
-    """Predicted time at which it is made; 0: it existed before. All times here are counted from the step's beginning."""
+    """Predicted time at which the storage is made; 0: before the step. All times here count from the step's beginning."""
     away_us: float | None
-    """Predicted time at which its device memory is freed; None: it stays."""
+    """Predicted time at which the device memory is freed; None: it stays."""
     back_us: float | None
-    """Predicted time at which it is on the device again."""
+    """Predicted time at which the storage is on the device again."""
     used_us: float
-    """Predicted time of its first use in backward; if it is held, of the first recomputation that reads it."""
+    """Predicted time of the first use in backward; for a held storage, of the first recomputation that reads it."""
     stall_us: float
-    """Predicted time that compute waits for its copies."""
+    """Predicted time that compute waits for the storage's copies."""
     measured_stall_us: float | None
-    """Time that compute waited for its copies in the latest step that was timed in full; None: none was."""
+    """Time that compute waited for the storage's copies in the latest fully timed step; None: no step was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -171,7 +171,7 @@ class StepPicture:
 
 
 def picture_of(source: PlannedStepData) -> StepPicture:
-    """Picture of the step. Raises `ValueError` if the plan cannot be carried out, as `simulate` does."""
+    """Return the picture of the step. Raises `ValueError` for an impossible plan, as `simulate` does."""
     trace, plan = source.trace, source.plan
     timeline = simulate(trace, plan, source.link)
     does = _what_is_done(plan)
@@ -188,12 +188,12 @@ def picture_of(source: PlannedStepData) -> StepPicture:
 
 
 def _copies(trace: Trace, spans: Sequence[EngineSpan], does: Mapping[int, _Done]) -> tuple[Bar, ...]:
-    """Bars of one engine. The kind of each is the plan's action on its tensor."""
+    """Return the bars of one engine. A bar's kind is the plan's action on its tensor."""
     return tuple(Bar(_kind(trace, span.tensor, does), span.start_us, span.end_us, span.tensor, span.nbytes) for span in spans)
 
 
 def _memory(tick_us: Float64s, nbytes: Int64s, end_us: float, start_bytes: int) -> Memory:
-    """Memory over time. Ticks at the same moment become one point, their maximum; equal neighbours become one point."""
+    """Return memory over time. Ticks at the same time become one point, their maximum. Equal neighbours become one point."""
     if not len(tick_us):
         return Memory(at_us=np.zeros(1), nbytes=np.array([start_bytes], np.int64), end_us=end_us)
     at_us, first = np.unique(tick_us, return_index=True)
@@ -206,7 +206,7 @@ def _memory(tick_us: Float64s, nbytes: Int64s, end_us: float, start_bytes: int) 
 
 
 def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
-    """Bars of compute's row. Neighbours of one kind are one bar; each tensor that compute waits for has its own bar."""
+    """Return the bars of compute. Neighbours of one kind are one bar. Each tensor for which compute waits has its own bar."""
     begin_us: list[float] = [*timeline.tick_us.tolist(), timeline.step_us]
     op_us = dict(zip(trace.op_tick.tolist(), trace.op_us.tolist(), strict=True))
     phases = dict(zip(trace.op_tick.tolist(), trace.op_phase.tolist(), strict=True))
@@ -229,7 +229,7 @@ def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
 
 
 def _add(bars: list[Bar], bar: Bar) -> None:
-    """Add `bar`. Merge it with the last bar if that is of the same kind and ends where `bar` begins."""
+    """Add `bar`, merged with the last bar if that has the same kind and ends where `bar` begins."""
     last = bars[-1] if bars else None
     if bar.end_us <= bar.start_us:
         return
@@ -243,7 +243,7 @@ def _add(bars: list[Bar], bar: Bar) -> None:
 
 
 def _what_is_done(plan: SwapPlan) -> dict[int, _Done]:
-    """Action of the plan on each tensor that has one. A tensor that is both held and swapped counts as held."""
+    """Return the plan's action by tensor. A tensor that is both held and swapped counts as held."""
     done: dict[int, _Done] = {action.tensor: (SWAPPED, action) for action in plan.swaps if not action.again}
     done |= {action.tensor: (RECOMPUTED, action) for action in plan.recomputed}
     return done | {action.tensor: (HELD, action) for action in plan.held}
@@ -254,7 +254,7 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
     candidates = Candidates.of(trace)
     first_use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
     swaps = {action.tensor: action for action in plan.swaps if not action.again}
-    # Tensors that are no candidates are listed for their action: they are held, or swapped only between two uses.
+    # Tensors that are not candidates are listed if they are held, or swapped only between two uses.
     numbers = list(dict.fromkeys((*first_use, *swaps, *(action.tensor for action in plan.held))))
     names, tick_us = names_of(trace, numbers), timeline.tick_us
     arrives_us = {span.tensor: span.end_us for span in reversed(timeline.in_spans)}  # the first of several

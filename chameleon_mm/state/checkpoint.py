@@ -1,4 +1,4 @@
-"""Checkpoint of `torch.distributed.checkpoint`, of one process and without a process group.
+"""Checkpoint in the format of `torch.distributed.checkpoint`, by one process without a process group.
 
 write_checkpoint(path, contents)         # contents() -> nested dicts of tensors on the host and plain values
 dcp.load(state, checkpoint_id=path); dcp_to_torch_save(path, file)      # reads it without this package
@@ -26,8 +26,8 @@ from chameleon_mm.state.tensor_copy import is_copyable
 
 
 def write_checkpoint(path: Path, contents: Callable[[], dict[str, Any]]) -> None:
-    """Write the result of `contents()` to the folder `path`, in place of an earlier checkpoint: Note [Checkpoint folder].
-    Raises `OSError`, and the errors of pickling a value; the earlier checkpoint is then unchanged."""
+    """Write the result of `contents()` to the folder `path`, replacing an earlier checkpoint: Note [Checkpoint folder]. Raises
+    `OSError`, and the errors of pickling a value; the earlier checkpoint is then unchanged."""
     with new_folder(Path(os.path.realpath(path))) as part:
         failure = _save(part, contents())
         if isinstance(failure, OSError):
@@ -41,31 +41,31 @@ def write_checkpoint(path: Path, contents: Callable[[], dict[str, Any]]) -> None
 
 
 def _save(folder: Path, contents: dict[str, Any]) -> BaseException | None:
-    """Save `contents` in `folder`, with each file synced to disk. Return the error, or None."""
-    # Copying ahead would copy from the current GPU of this thread, and create a context there. All tensors are on the host.
+    """Save `contents` in `folder`, with each file synced to disk. Returns the error, or None."""
+    # Copying ahead would create a context on the current GPU of this thread. All tensors are on the host already.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
-        # Same as `save(no_dist=True)` without its warning about a missing process group: warnings cannot be silenced on one
-        # thread only. `torch_save_to_dcp` makes the same call.
+        # Same as `save(no_dist=True)` without its warning about a missing process group, which cannot be silenced on one thread
+        # only. `torch_save_to_dcp` makes the same call.
         _save_state_dict(contents, storage_writer=writer, planner=_Planner(), no_dist=True)
     except CheckpointException as failures:
         error: BaseException | None = next(iter(failures.failures.values()))[0]
         below = error
         while below is not None and not isinstance(below, OSError):
-            below = below.__context__  # closing an archive after a failed write raises another error over it
+            below = below.__context__  # closing an archive after a failed write hides the first error
         return below or error
     return None
 
 
 class _Pickled(NamedTuple):
-    """Tensor that is pickled, as other values are."""
+    """Tensor that is pickled like other values."""
 
     tensor: Tensor
 
 
 class _Planner(DefaultSavePlanner):
-    """Also writes values that torch's planner drops or cannot write: empty mappings (`load_state_dict` of an optimizer needs
-    its "state", even if empty), and tensors that are more than elements in memory, such as sparse ones."""
+    """Planner that also writes values that torch's planner drops or cannot write: empty mappings (`load_state_dict` of an
+    optimizer needs its "state", even if empty), and tensors that are not just elements in memory, such as sparse ones."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False

@@ -1,15 +1,15 @@
-"""Folder of a checkpoint, filled under another name and then put in place.
+"""Folder of a checkpoint, filled under another name and then renamed.
 
 with new_folder(target) as part:         # .NAME.part; raises `BlockingIOError` during another write
     ...                                  # write files in it, each synced to disk
 
 .NAME.lock held: .NAME.part <- files; fsync; exchanged with NAME in one step; fsync of the parent; the earlier one removed
 
-Note [Checkpoint folder]: a process that is killed at any moment leaves a whole checkpoint under NAME, the earlier or the new
-one. The next write of NAME uses up its leftover `.NAME.part` and `.NAME.lock`. If a file system cannot exchange two folders
-(`renameat2`; NFS cannot), NAME is renamed to `.NAME.earlier`, then `.NAME.part` to NAME. A process that is killed between the
-two leaves no NAME: the earlier checkpoint is whole under `.NAME.earlier`, and the next write renames it back first. If a file
-system has no locks, a `.NAME.part` that exists is taken for another write's, and refuses the next until it is removed.
+Note [Checkpoint folder]: a process killed at any moment leaves a whole checkpoint under NAME, the earlier or the new one. The
+next write of NAME replaces a leftover `.NAME.part` and `.NAME.lock`. If a file system cannot exchange two folders (`renameat2`;
+NFS cannot), NAME is renamed to `.NAME.earlier`, then `.NAME.part` to NAME. If the process is killed between the two, there is
+no NAME: the earlier checkpoint is whole under `.NAME.earlier`, and the next write first renames it back. Without file locks, an
+existing `.NAME.part` counts as a running write: the next write is refused until it is removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _METADATA, _DATA = ".metadata", ".distcp"
-"""The metadata file of a `torch.distributed.checkpoint` checkpoint, and the suffix of its other files."""
+"""Metadata file of a `torch.distributed.checkpoint` checkpoint, and suffix of its other files."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -34,7 +34,7 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 
 
 def check_target(target: Path, what: str) -> None:
-    """Raise `ValueError` unless the path is a checkpoint's or free, and `OSError` if nothing can be written there."""
+    """Raise `ValueError` unless the path is free or a checkpoint, and `OSError` if it cannot be written."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{what}: expected the folder of a checkpoint, or a free name, got {target}, a file; choose another")
     names = sorted(file.name for file in target.iterdir()) if target.is_dir() else []
@@ -58,12 +58,12 @@ def check_target(target: Path, what: str) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Give an empty folder, and put it in `target`'s place after the block succeeds. Note [Checkpoint folder]."""
+    """Yield an empty folder, and rename it to `target` after the block succeeds. Note [Checkpoint folder]."""
     lock, part, earlier = (target.with_name(f".{target.name}.{what}") for what in ("lock", "part", "earlier"))
     held, is_locked = _lock(lock, target)
     try:
         if is_locked and part.exists():
-            shutil.rmtree(part)  # of a write that was killed
+            shutil.rmtree(part)  # left by a killed write
         try:
             part.mkdir()
         except FileExistsError:
@@ -72,14 +72,14 @@ def new_folder(target: Path) -> Iterator[Path]:
             _put_back(earlier, target)
             yield part
             _sync(part)
-            check_target(target, "snapshot.write()")  # others may have written in it meanwhile
+            check_target(target, "snapshot.write()")  # other programs may have written into it meanwhile
             _put_in_place(part, target, earlier)
             _sync(target.parent)
         except BaseException:
             _put_back(earlier, target)
             shutil.rmtree(part, ignore_errors=True)
             raise
-        shutil.rmtree(part, ignore_errors=True)  # now the earlier one; the next write retries if this fails
+        shutil.rmtree(part, ignore_errors=True)  # now the earlier folder; if this fails, the next write retries
         shutil.rmtree(earlier, ignore_errors=True)
     finally:
         lock.unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def _put_back(earlier: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two paths in one step. Return False, with nothing done, if the system has no such call. Raises
+    """Exchange the names of two paths in one step. Returns False, and does nothing, if the system has no such call. Raises
     `OSError`."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
@@ -114,8 +114,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _lock(lock: Path, target: Path) -> tuple[int, bool]:
-    """Lock `target` by the file `lock`. Return its descriptor, and False if the file system has no locks. Closing it unlocks,
-    and so does any end of the process."""
+    """Lock `target` by the file `lock`. Returns its descriptor, and False if the file system has no locks. Closing the
+    descriptor unlocks, and so does the end of the process."""
     while True:
         held, is_locked = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), False
         try:
@@ -123,7 +123,7 @@ def _lock(lock: Path, target: Path) -> tuple[int, bool]:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_locked = True
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(held), lock.lstat()):  # else its holder has just removed it
+                if os.path.samestat(os.fstat(held), lock.lstat()):  # else its holder has just removed the file
                     return held, is_locked
         except BlockingIOError:
             os.close(held)

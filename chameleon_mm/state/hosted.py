@@ -1,9 +1,9 @@
-"""Storages of parameters, gradients and optimizer state, whose memory may be in pinned host memory instead.
+"""Storages of parameters, gradients and optimizer state, whose bytes may be in pinned host memory instead.
 
 ON_DEVICE --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> COMING --arrive--> ON_DEVICE
     \\_________ swap_out, where the host has its bytes already _________^
 
-Only the memory goes: the storage stays, and with it every tensor over it. While it is away it has 0 bytes.
+Only the device memory is freed: the storage object and all tensors over it stay. On the host, it has 0 bytes.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ _log = logging.getLogger(__name__)
 
 
 MIN_BYTES = 64 * KIB
-"""Minimum size of a storage to leave. Derived: at 55 GB/s its copy takes 1.2 us, and the fixed cost of a copy is 3 us."""
+"""Minimum size of a storage to swap. Derived: at 55 GB/s its copy takes 1.2 us, and the fixed cost of a copy is 3 us."""
 
 
 class Where(enum.Enum):
-    """Place of the bytes of hosted memory: device, host, or on the way."""
+    """Place of the bytes: device, host, or being copied."""
 
     ON_DEVICE = "on_device"
-    """From a copy back's arrival until a copy out is queued, or its memory is freed because the host has its bytes."""
+    """On the device. Begins after a copy back. Ends when a copy out is queued, or memory is freed as the host has the bytes."""
     LEAVING = "leaving"
-    """On the device, with a copy out queued or running. Ends when compute is ordered after that copy and the memory is free."""
+    """On the device, with a copy out queued or running. Ends once compute waits for that copy and the memory is freed."""
     ON_HOST = "on_host"
-    """From then on until its copy back is queued."""
+    """On the host only. Ends when a copy back is queued."""
     COMING = "coming"
-    """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
+    """On the host, with a copy back queued or running. Ends at the first use, which makes compute wait for that copy."""
 
 
 _WHAT = {"parameter": "parameters", "gradient": "a gradient", "state": "optimizer state"}
-"""Names of its contents in messages, by their kind."""
+"""Names of the contents in messages, by kind."""
 
 
 def is_alone(t: Tensor) -> bool:
-    """True if no other tensor lies in the storage of `t`, whose Python object is the second user."""
+    """True if no other tensor has the storage of `t`. (The Python object of the storage is the second user.)"""
     return torch._C._storage_Use_Count(t.untyped_storage()._cdata) <= 2
 
 
 def tensor_over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """Return a tensor over `storage` with the form of `like`, which may be away."""
+    """Return a tensor over `storage` with the form of `like`, whose bytes may be on the host."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 class HostedStorage:
-    """A resizable storage with its own block of host memory. It is held weakly except while a copy is queued. Not thread-safe:
-    the executor's lock is held."""
+    """Resizable storage with its own block of host memory. The storage is held weakly, except while a copy is queued. Not
+    thread-safe: hold the executor's lock."""
 
     def __init__(
         self,
@@ -82,22 +82,22 @@ class HostedStorage:
         key: int = -1,
         on_death: Callable[[weakref.ref[torch.UntypedStorage]], None] | None = None,
     ) -> None:
-        """`t`: a tensor over it, whose version counter shows writes. `kind`: "parameter", "gradient" or "state".
-        `note_resident(nbytes)` is called with the bytes that it allocates (positive) and frees (negative)."""
+        """`t`: tensor over the storage, whose version counter shows writes. `kind`: "parameter", "gradient" or "state".
+        `note_resident(nbytes)`: called with bytes allocated (positive) or freed (negative)."""
         storage = t.untyped_storage()
         self.kind, self.what = kind, _WHAT[kind]
         self.nbytes = storage.nbytes()
         self.charged_bytes = allocated_size(self.nbytes)
-        """Bytes that the allocator counts for it."""
+        """Bytes that the allocator counts for the storage."""
         self.key = key
-        """Number of the parameter or gradient that it holds, in the order of uses; -1: state."""
+        """Key of the parameter or gradient in `UseSequence`; -1: optimizer state."""
         self.where = Where.ON_DEVICE
         self.host_is_current = False
-        """True if the host has the device's bytes, or will have them once a queued copy is done."""
+        """True if the host has the device's bytes, or will have them after a queued copy."""
         self.is_refused = False
-        """True if it stays on the device: the host took no copy of it, or other code uses its memory."""
+        """True if the storage stays on the device, because the host has no room or other code uses its memory."""
         self.has_hidden_writers = False
-        """True if other code may write it without moving its version counter."""
+        """True if other code may write the storage without increasing its version counter."""
         self.ref = weakref.ref(storage, on_death)
         self._held: torch.UntypedStorage | None = None
         self._tensor, self._version = weakref.ref(t), t._version
@@ -106,21 +106,21 @@ class HostedStorage:
         self._budget = budget
         self._note_resident = note_resident
         self._block: PinnedBlock | None = None
-        """The host copy, kept until this object dies: the next copy out has the same size."""
+        """Host copy, kept until this object is freed, because the next copy out has the same size."""
         self._out: Move | None = None
         self._in: Move | None = None
         self._last: Move | None = None
-        """The last queued copy, in either direction."""
+        """Latest queued copy, in either direction."""
 
     def is_of(self, t: object) -> bool:
-        """True if `t` is the tensor whose version counter it uses, still over this storage."""
+        """True if `t` is the tensor whose version counter is watched, and still has this storage."""
         return isinstance(t, Tensor) and self._tensor() is t and self.ref() is t.untyped_storage()
 
     def note_writes(self) -> None:
-        """Record whether it was written since the host got its bytes. Call it before the storage leaves."""
+        """Record whether the storage was written since the copy out. Call it before the storage is swapped out."""
         t = self._tensor()
         if t is None or t.untyped_storage() is not self._storage_on_device():
-            self.host_is_current = False  # no tensor is known whose counter shows writes
+            self.host_is_current = False  # no known tensor has a counter that shows writes
             return
         if t._version != self._version or self.has_hidden_writers:
             self.host_is_current = False
@@ -128,7 +128,7 @@ class HostedStorage:
         self.has_hidden_writers = self.has_hidden_writers and not is_alone(t)
 
     def follow(self, t: Tensor) -> None:
-        """Use the version counter of `t`, which lies in it, to detect writes from now on; assume an earlier write."""
+        """Use the version counter of `t`, a tensor over the storage, to detect writes from now on. Assume an earlier write."""
         if self._tensor() is not t:
             self.host_is_current = False
             self._tensor, self._version = weakref.ref(t), t._version
@@ -167,8 +167,8 @@ class HostedStorage:
     # --- out
 
     def swap_out(self) -> None:
-        """Queue the copy out; if the host already has the bytes, free the device memory at once. Raises `HostMemoryExhausted`
-        or `TransferFailed` with nothing changed."""
+        """Queue the copy out. If the host already has the bytes, free the device memory at once. Raises `HostMemoryExhausted`
+        or `TransferFailed`, and then changes nothing."""
         assert self.where is Where.ON_DEVICE
         if self.host_is_current:
             self._drop()
@@ -176,8 +176,8 @@ class HostedStorage:
         storage = self._storage_on_device()
         if self._block is None:
             self._block = self._context.pool.allocate(self.nbytes)
-        # Note [Swap-out]: compute wrote it. Note [Host block]: compute has waited for our own copy back, the block's last
-        # reader.
+        # Note [Swap-out]: compute wrote the source. Note [Host block]: compute has waited for our own copy back, the block's
+        # last reader.
         self._context.streams.join_all(self._alloc_stream)
         after = [self._alloc_stream.record(), *self._block.pending_events]
         with annotation("chameleon::swap_out_state"):
@@ -197,7 +197,7 @@ class HostedStorage:
 
     @property
     def is_copied(self) -> bool:
-        """True if its copy out is complete, as seen by the host."""
+        """True if the host sees the copy out complete."""
         return self._out is not None and not self._out.failed and self._out.done is not None and self._out.done.query()
 
     def reclaim_if_copied(self) -> bool:
@@ -212,12 +212,12 @@ class HostedStorage:
         return True
 
     def reclaim(self) -> None:
-        """Order compute after the copy out, and free the device memory. If the copy was refused, it stays on the device."""
+        """Order compute after the copy out, and free the device memory. If the device refuses the copy, the memory stays."""
         if self._ordered_after_copy():
             self._drop()
 
     def _ordered_after_copy(self) -> bool:
-        """Order compute after the copy out. Return False if that was refused: the memory is on the device, as before."""
+        """Order compute after the copy out. Returns False if the device refuses the copy; the memory then stays."""
         assert self._out is not None
         try:
             done = self._context.out_queue.issue(self._out)
@@ -231,7 +231,7 @@ class HostedStorage:
             )
             self._undo_swap_out()
             return False
-        # Note [Reclaim]: the memory's next owner, and compute's next writes there, come after the copy.
+        # Note [Reclaim]: the memory's next owner, and compute's next writes, must come after the copy.
         self._context.metrics.wait(self._alloc_stream, done, "out")
         return True
 
@@ -244,23 +244,24 @@ class HostedStorage:
         self.where, self._held = Where.ON_DEVICE, None
 
     def _drop(self) -> None:
-        self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: its next owner is on the stream that allocated it
+        self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: the allocating stream owns the memory next
         self._free()
         self.where = Where.ON_HOST
 
     # --- back
 
     def swap_in(self, compute: Stream) -> None:
-        """Queue the copy back, unless it is there or on its way. Raises `torch.OutOfMemoryError` or `TransferFailed`."""
+        """Queue the copy back, unless the bytes are on the device or on their way. Raises `torch.OutOfMemoryError` or
+        `TransferFailed`."""
         if self.where is Where.LEAVING and self._ordered_after_copy():
-            self._end_copy()  # it is needed again
+            self._end_copy()  # the bytes are needed again
         if self.where is Where.COMING and self._in is not None and self._in.failed:
             self._drop()  # refused after it was queued
         if self.where is not Where.ON_HOST:
             return
         assert self._block is not None
         storage = self._allocate(compute)
-        # Note [Swap-in]: an earlier owner of the device memory may still be running, and the host copy must be complete.
+        # Note [Swap-in]: the earlier owner of the device memory may still run, and the host copy must be complete.
         after = [compute.record()]
         if self._out is not None and self._out.done is not None:
             after.append(self._out.done)
@@ -275,8 +276,8 @@ class HostedStorage:
         self.where = Where.COMING
 
     def arrive(self, compute: Stream) -> None:
-        """Make it ready for `compute` on the device, if a copy back was queued. Raises `TransferFailed`: the host copy is still
-        good then, and another `swap_in` starts over."""
+        """Order `compute` after a queued copy back. Raises `TransferFailed`; then the host copy is still valid, and `swap_in`
+        may be called again."""
         if self.where is Where.COMING:
             assert self._in is not None
             with annotation("chameleon::wait"):  # Note [Swap-in]: use only after the copy
@@ -296,24 +297,24 @@ class HostedStorage:
             return
         assert self._block is not None
         if self._out is not None:
-            self._context.out_queue.issue(self._out).synchronize()  # the copy that fills the block -> the host reads it
+            self._context.out_queue.issue(self._out).synchronize()  # the copy that fills the block -> the host's read
         into.copy_(self._block.buffer[start : start + into.numel()])
 
     # --- snapshots
 
     def copy_to(self, block: PinnedBlock, start: int, compute: Stream) -> None:
-        """Copy `block.nbytes` bytes from byte `start` to `block`: on `compute` if they are on the device; else by the host,
-        once the copy out is done."""
+        """Copy `block.nbytes` bytes from byte `start` to `block`: on `compute` if the bytes are on the device, else by the
+        host, after the copy out."""
         if self.where in (Where.ON_HOST, Where.COMING):
-            block.synchronize()  # Note [Host block]: its earlier owner is done -> the host writes it
+            block.synchronize()  # Note [Host block]: the earlier owner's copies -> the host's write
         self._read(block.buffer, start, compute)
 
     def copy_from(self, block: PinnedBlock, start: int, compute: Stream) -> None:
-        """Write the bytes of `block`, which the host may read, from byte `start` on; they stay on the device or host."""
+        """Write the bytes of `block`, which the host may read, from byte `start` on, wherever the bytes are: device or host."""
         if self.where is Where.LEAVING:
             self.reclaim()
         if self.where is Where.COMING:
-            with suppress(TransferFailed):  # refused: only the host copy is left
+            with suppress(TransferFailed):  # refused: only the host has the bytes
                 self.arrive(compute)
             self._drop()
         if self.where is Where.ON_DEVICE:
@@ -323,21 +324,21 @@ class HostedStorage:
         assert self._block is not None
         for move in (self._out, self._in):
             if move is not None and move.done is not None:
-                move.done.synchronize()  # the copies that fill and read the host copy -> the host writes it
+                move.done.synchronize()  # copies that fill or read the host copy -> the host's write
         self._block.buffer[start : start + block.nbytes].copy_(block.buffer)
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A reclaim queue holds it while device memory is still read; the requester of a copy back waits for that copy.
+        # A reclaim queue holds it while its device memory is read. The requester of a copy back waits for that copy.
         if self._block is None or ends():
             return
         self._block.release(after=None if self._last is None else self._last.done)  # Note [Host block]
 
 
-# --- Home of the hosted memory of one session, activations excluded: the executor that it shares
+# --- Home: link, pool and budget that one session's hosted memory shares with its executor
 
 
 class Home:
-    """The executor whose link, pool and budget hosted memory uses."""
+    """Executor whose link, pool and budget hosted memory uses."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -347,8 +348,8 @@ class Home:
 
     @contextmanager
     def entered(self) -> Iterator[Stream]:
-        """Context for work on hosted memory: holds the executor's lock and pauses recorders, and no torch function mode sees
-        it. Gives the current compute stream."""
+        """Context for work on hosted memory: holds the executor's lock, pauses recorders and disables torch function modes.
+        Yields the current compute stream."""
         with torch._C.DisableTorchFunction(), self.recording.paused(), self._executor.hook_lock.entered():
             yield self.context.streams.current()
 

@@ -1,9 +1,9 @@
-"""Swaps an optimizer's state out after its step, and back for it, part by part.
+"""Swap an optimizer's state out after its step, and in again for the step, part by part.
 
     step:  for each bucket of parameters: compute waits for its state; queue the copies back of the next bucket's state;
            step it; queue the copies out of its state
 
-At most three buckets are on the device: one arrives, one is stepped, one leaves. Hooks of the optimizer run once.
+At most three buckets are on the device: one is copied back, one is stepped, one is copied out. The optimizer's hooks run once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from chameleon_mm.units import MIB, format_size
 if TYPE_CHECKING:
     from chameleon_mm.state.parameter_swap import ParameterSwap
 
-# --- An optimizer's step, taken apart: a few parameters at a time, so that only their state must be on the device
+# --- An optimizer's step in parts: a few parameters at a time, so that only their state must be on the device
 #
-# The optimizers of `torch.optim` listed here update each parameter from its own gradient and state, and keep no state for all
-# of them. Their multi-tensor kernels do the same arithmetic for any set of tensors, so the result is identical, bit for
-# bit. Other optimizers are stepped whole.
+# The optimizers of `torch.optim` listed here update each parameter from its own gradient and state, and have no common state.
+# Their multi-tensor kernels do the same arithmetic for any set of tensors, so the result is identical, bit for bit. Other
+# optimizers are stepped as a whole.
 
 SPLITTABLE = (
     optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
@@ -47,14 +47,15 @@ def is_splittable(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the step of the optimizer's class, without the hooks that torch calls around it."""
+    """Return the step function of the optimizer's class without the hooks that torch calls around it."""
     step = type(optimizer).step
     raw: Callable[..., Any] = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     return raw
 
 
 def buckets_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], int], bucket_bytes: int) -> list[dict[str, Any]]:
-    """Group parameters with a gradient, in order, into groups of up to `bucket_bytes` of state, `bytes_of(p)` each."""
+    """Group the parameters that have a gradient, in order, into buckets of up to `bucket_bytes` of state, `bytes_of(p)`
+    each."""
     buckets = []
     for group in optimizer.param_groups:
         with_grad = [p for p in group["params"] if p.grad is not None]
@@ -74,9 +75,9 @@ def buckets_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], in
 
 
 def _settled(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
-    """Return the group with `foreach` False if torch would step all of its parameters one by one.
+    """Return the group with `foreach` False if torch would step its parameters one by one.
 
-    If torch would choose one call for many tensors, it does so for any part of them too, or for reasons that no part changes.
+    If torch would use one call for many tensors, it does so for any part of them too.
     """
     if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
         return group
@@ -98,17 +99,17 @@ def alone(optimizer: torch.optim.Optimizer, bucket: dict[str, Any]) -> Iterator[
 _log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 * MIB
-"""Bytes of state that are stepped together: copies of that size reach the link's rate, and three are a small part of a GPU."""
+"""Bytes of state in a bucket. Copies of this size reach the link's rate, and three buckets take little of a GPU."""
 
 BUCKETS_AT_ONCE = 3
-"""Buckets whose state is on the device at once: one arrives, one is stepped, one leaves."""
+"""Number of buckets whose state is on the device at the same time: one copied back, one stepped, one copied out."""
 
 STATE_PER_PARAMETER = 2
-"""Assumed number of state tensors of a parameter's size, before the optimizer has made them: Adam's two moments."""
+"""Assumed number of state tensors per parameter before the optimizer has made its state: two, as for Adam."""
 
 
 def check_optimizer(optimizer: object, model: nn.Module | None) -> torch.optim.Optimizer:
-    """Return the optimizer. Raises `TypeError` if it is none, `ValueError` if it has parameters of another model."""
+    """Return the optimizer. Raises `TypeError` if it is not one, `ValueError` if it has parameters of another model."""
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None", "pass what is stepped")
     assert isinstance(optimizer, torch.optim.Optimizer)
     if model is None:
@@ -128,11 +129,11 @@ class OptimizerSwap:
 
     def __init__(self, executor: Executor, optimizer: torch.optim.Optimizer, *, bucket_bytes: int) -> None:
         self.parameters: ParameterSwap | None = None
-        """Swapper of the parameters; None: they stay."""
+        """Swap of the model's parameters; None: they stay on the device."""
         self._optimizer = optimizer
         self.home = StateHome(executor, min_bytes=MIN_BYTES)
         self.bucket_bytes = bucket_bytes
-        """Most bytes of state that are stepped together; fewer where less of the budget is free."""
+        """Maximum bytes of state in a bucket. A bucket has fewer if less of the budget is free."""
         self._splits = is_splittable(optimizer)
         self._active = False
         self._before: Any = None
@@ -142,15 +143,15 @@ class OptimizerSwap:
     # --- attaching
 
     def attach(self) -> None:
-        """Send all state away, and make steps bring it back part by part."""
-        raw, me = raw_step(self._optimizer), weakref.ref(self)  # weak: the optimizer holds the step, and this the optimizer
+        """Swap all state out, and make steps swap it in part by part."""
+        raw, me = raw_step(self._optimizer), weakref.ref(self)  # weak: the optimizer holds the step, and we hold the optimizer
 
         @functools.wraps(raw)
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             run = raw if (it := me()) is None else it._step
             return run(optimizer) if closure is None else run(optimizer, closure)
 
-        # Wrapped by torch's own wrapper: its hooks run once around all parts.
+        # Wrapped by torch's own wrapper, so that hooks run once around all parts.
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         self._before = self._optimizer.__dict__.get("step")
         self._ours = types.MethodType(hooked, self._optimizer)
@@ -162,8 +163,8 @@ class OptimizerSwap:
         self.leave(list(self._optimizer.state))
 
     def detach(self) -> None:
-        """Bring all state back, in plain dicts, and restore the original step. State that no longer fits moves to pageable host
-        memory, with a warning."""
+        """Bring all state to the device, in plain dicts, and restore the original step. If some state no longer fits, move it
+        to pageable host memory and warn."""
         if not self._active:
             return
         self._active = False
@@ -188,14 +189,14 @@ class OptimizerSwap:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of state that is on the device now and may leave."""
+        """Bytes of state that are on the device now and may be swapped out."""
         states = (state for state in self._optimizer.state.values() if isinstance(state, dict))
         return sum(movable_bytes(value, self.home) for state in states for value in dict.values(state))
 
     # --- a step
 
     def _step(self, optimizer: torch.optim.Optimizer, *given: Callable[[], Any]) -> Any:
-        """Step as `optimizer.step` does, with the closure, if one was given."""
+        """Step as `optimizer.step` does. `given`: the closure, if there is one."""
         raw = raw_step(optimizer)
         if not self._active or self.home.device.capturing():
             return raw(optimizer, *given)
@@ -214,8 +215,8 @@ class OptimizerSwap:
             buckets = buckets_of(self._optimizer, self._state_bytes, self._fitting_bytes())
         left_bytes, budget = 0, self.home.budget
         for i, bucket in enumerate(buckets):
-            # The copies out of the last bucket's state may take until the next is stepped. Memory is read again: no autograd
-            # hook has done so since the backward.
+            # The copies out of the last bucket's state may run until the next bucket is stepped. Memory is read again, because
+            # no autograd hook has read it since the backward.
             with self.home.entered():
                 budget.reclaim.reclaim_until(lambda: budget.reclaim.pending_bytes <= left_bytes)  # noqa: B023 - called here
                 budget.allocated_bytes()
@@ -228,7 +229,7 @@ class OptimizerSwap:
         return loss
 
     def _fitting_bytes(self) -> int:
-        """Bytes of a bucket such that those on the device at once, and temporaries of the size of one, fit what is free now."""
+        """Return the bucket size with which all buckets on the device, and temporaries of one more, fit into free memory."""
         with self.home.entered():
             free_bytes = self.home.budget.hbm_budget_bytes - self.home.budget.allocated_bytes()
         return min(self.bucket_bytes, max(0, free_bytes) // (BUCKETS_AT_ONCE + 1))
@@ -245,7 +246,7 @@ class OptimizerSwap:
             return [state for state in states if isinstance(state, SwappedState) and state.away()]
 
     def _prefetch(self, params: list[Any]) -> None:
-        """Queue the copies back of the state of `params`, as far as memory allows."""
+        """Queue the copies back of the state of `params`, as far as there is memory."""
         if states := self._away(params):
             with self.home.entered() as compute, suppress(torch.OutOfMemoryError, TransferFailed):  # not needed yet
                 for state in states:
@@ -261,7 +262,7 @@ class OptimizerSwap:
                     state.arrive(compute)
 
     def leave(self, params: list[Any]) -> int:
-        """Send out `params` and their state, which may be new. Return the bytes of state that began to leave."""
+        """Queue the copies out of `params` and their state, which may be new. Returns the bytes of state queued."""
         if not self._active:
             return 0
         if self.parameters is not None:
@@ -283,13 +284,13 @@ class OptimizerSwap:
 
 
 def _as_plain(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Replace state in `state_dict`, which the optimizer has just made, by plain dicts of tensors on the device."""
+    """Replace the state in a new `state_dict` of the optimizer by plain dicts of tensors on the device."""
     state = state_dict["state"]
     state_dict["state"] = {k: entry.copy() if isinstance(entry, SwappedState) else entry for k, entry in state.items()}
 
 
 def _noting_call(hooked: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
-    """Return a step that records its call for a scheduler, which has wrapped the optimizer's own step."""
+    """Return a step that records its call for a scheduler, because the scheduler has wrapped the optimizer's own step."""
 
     @functools.wraps(hooked)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
-"""Swaps a model's parameters and their gradients: an operator's inputs are on the device before it runs, the rest on the host.
+"""Swap a model's parameters and their gradients: an operator's inputs are on the device before it runs.
 
-    operator of the model:  its parameters are there, or come back now; the next ones are being prefetched
-    gradient made:          its copy out is queued at once; it comes back for the optimizer
-    optimizer's step:       bucket by bucket: parameters, gradients and state come; those that were written leave
+    operator of the model:  its parameters are on the device, or are copied back now; the next ones are prefetched
+    gradient made:          its copy out is queued at once; it is copied back for the optimizer
+    optimizer's step:       bucket by bucket: parameters, gradients and state are copied back; written ones are copied out
 
 Every access to a parameter brings it to the device: its module's forward, any torch function, autograd's uses. A frozen
-parameter is copied out once, because its host copy stays good. A quantised weight moves as the bytes that it is stored in: one
-of a wrapper subclass as the plain tensors that it wraps, each in its own storage.
+parameter is copied out once, because its host copy stays valid. A quantised weight moves as its stored bytes. If it is a
+wrapper subclass, its plain inner tensors move, each in its own storage.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from chameleon_mm.state.window import DeviceBesideWindow, Window
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import allocated_size, format_size
 
-# --- Bytes to set aside for parameters and gradients within a budget
+# --- Bytes to reserve for parameters and gradients within a budget
 
 WINDOW_SHARE = 0.4
-"""Share of the budget, less memory that never moves, for parameters and gradients together if they do not all fit. The rest is
-for activations, optimizer state and operators' own memory. Measured: a simulated step of the demo's GPT with parameters swapped
-(8 layers of width 256, H200, a third of the peak as budget) takes 12.2 ms with 0.25, 10.6 ms with 0.4, 9.1 ms with 0.6. The
-rest then makes the peak 0.99, 1.10 and 1.21 of the budget."""
+"""Share of the budget, less memory that never moves, for parameters and gradients if they do not all fit. The rest is for
+activations, optimizer state and operators' own memory. Measured: a simulated step of the demo's GPT with parameters swapped (8
+layers of width 256, H200, a third of the peak as budget) takes 12.2 ms with 0.25, 10.6 ms with 0.4, 9.1 ms with 0.6. The rest
+then makes the peak 0.99, 1.10 and 1.21 of the budget."""
 
 LEAST_STORAGES = 3
-"""Number of storages of the largest size that must fit: a parameter, its gradient, and the next one."""
+"""Number of storages of the largest size that must fit: a parameter, its gradient, and the next parameter."""
 
 
 def charged_sizes(tensors: Iterable[Tensor]) -> list[int]:
-    """Bytes that the allocator counts for each storage of `tensors` of `MIN_BYTES` or more."""
+    """Return the allocator's size of each storage of `tensors`, for storages of at least `MIN_BYTES`."""
     storages = {id(s): s for t in tensors for s in [t.untyped_storage()] if s.nbytes() >= hosted.MIN_BYTES}
     return [allocated_size(storage.nbytes()) for storage in storages.values()]
 
 
 def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0) -> int:
-    """Return the bytes to set aside for parameters of these sizes and their gradients, besides `fixed_bytes` that never move.
-    Raises `InfeasibleBudget` if the largest have no room."""
+    """Return the bytes to reserve for parameters of these `sizes` and their gradients, besides `fixed_bytes` that never move.
+    Raises `InfeasibleBudget` if there is no room for the largest."""
     if not sizes:
         return 0
     window = min(2 * sum(sizes), max(LEAST_STORAGES * max(sizes), int(WINDOW_SHARE * (hbm_budget_bytes - fixed_bytes))))
@@ -71,7 +71,7 @@ def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0
 
 
 def plain_parts(t: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that hold the bytes of `t`: itself, or those that it wraps, if its class says which."""
+    """Yield the plain tensors that hold the bytes of `t`: `t` itself, or its inner tensors if its class lists them."""
     wrapper: Any = t  # the stub's protocol class cannot be a Tensor for mypy
     if type(t).__torch_dispatch__ is PLAIN_DISPATCH:
         yield t
@@ -113,12 +113,12 @@ def check_parameters(parameters: object, model: nn.Module | None) -> bool:
 
 
 def _is_quantised(p: Tensor) -> bool:
-    """True if `p`, of a wrapper subclass, wraps plain tensors that it alone manages. A `DTensor`'s are its mesh's."""
+    """True if `p` is a wrapper subclass with plain inner tensors of its own. Those of a `DTensor` belong to its mesh."""
     return not hasattr(p, "device_mesh") and any(True for _ in plain_parts(p))
 
 
 def _not_eager(module: nn.Module) -> str | None:
-    """Name of the mode in which `module` runs, if not eager mode on one device; else None."""
+    """Return the name of the mode in which `module` runs if that is not eager mode on one device; else None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript, which reads parameters where no Python sees it"
     if hasattr(module, "_orig_mod"):
@@ -138,13 +138,13 @@ class ParameterSwap:
         hbm_budget_bytes: int,
         other_movable_bytes: int,
     ) -> None:
-        """`other_movable_bytes`: other bytes that are on the device and will leave. Raises `InfeasibleBudget`."""
+        """`other_movable_bytes`: other bytes on the device that will be swapped out. Raises `InfeasibleBudget`."""
         self._executor = executor
         self._home = Home(executor)
         self._model = model
         self._whole = list(model.parameters())
         self._params: list[Tensor] = []
-        """The parameters, with the plain parts of those of wrapper subclasses in their place."""
+        """Parameters. A wrapper subclass is replaced by its plain inner tensors."""
         self._keys: dict[int, int] = {}
         self._list_params()
         self._sizes = charged_sizes(self._params)
@@ -163,7 +163,7 @@ class ParameterSwap:
     # --- attaching
 
     def attach(self, stack: ExitStack) -> None:
-        """Send the parameters away, and bring them back at every access, until `stack` is left."""
+        """Swap the parameters out, and bring each to the device at every access, until `stack` is closed."""
         stack.callback(self.detach)
         device = self._home.device.torch_device
         if elsewhere := [n for n, p in self._model.named_parameters() if p.device != device and next(plain_parts(p)) is not p]:
@@ -188,8 +188,8 @@ class ParameterSwap:
         self._keys = {id(p): 2 * i for i, p in enumerate(self._params)}
 
     def detach(self) -> None:
-        """Bring all parameters and gradients back to the device. Those that no longer fit move to pageable host memory, with a
-        warning."""
+        """Bring all parameters and gradients back to the device. If some no longer fit, move them to pageable host memory and
+        warn."""
         if not self._active:
             return
         for handle in self._handles:
@@ -214,7 +214,7 @@ class ParameterSwap:
             )
 
     def _to_host_memory(self, entry: HostedStorage, compute: Stream) -> int:
-        """Move the tensors in the storage of `entry`, which is away, to pageable host memory."""
+        """Move the tensors over the storage of `entry`, which is on the host, to pageable host memory."""
         storage, memory = entry.ref(), entry.host_bytes(compute).untyped_storage()
         for p in self._params:
             gradient = p.grad
@@ -230,12 +230,12 @@ class ParameterSwap:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of parameters and gradients that are on the device now and may leave."""
+        """Bytes of parameters and gradients that are on the device now and may be swapped out."""
         tensors = (t for p in self._params for t in (p, p.grad) if t is not None and self._may_leave(t))
         return sum(charged_sizes(tensors))
 
     def window_bytes(self, hbm_budget_bytes: int) -> int:
-        """Return the bytes to set aside within a budget. Raises `InfeasibleBudget`."""
+        """Return the bytes to reserve within a budget. Raises `InfeasibleBudget`."""
         return window_for(self._sizes, hbm_budget_bytes, self._fixed_bytes)
 
     def change_window(self, limit_bytes: int) -> None:
@@ -248,7 +248,7 @@ class ParameterSwap:
     # --- steps
 
     def begin_step(self) -> None:
-        """Begin a step: tensors replaced since the last one leave as well."""
+        """Begin a step: also swap out parameters and gradients replaced since the last step."""
         with torch._C.DisableTorchFunction():
             self._list_params()
             for p in self._params:
@@ -262,7 +262,7 @@ class ParameterSwap:
         with self._home.entered() as compute:
             for entry in self.window.entries:
                 if entry.where is Where.COMING and entry.kind == "gradient":
-                    entry.arrive(compute)  # it may have no later use; after its arrival only its user holds it
+                    entry.arrive(compute)  # it may have no later use; once it arrived, only its users hold it
 
     def bring(self, params: Iterable[Tensor]) -> None:
         """Bring `params` and their gradients to the device, for an optimizer's step."""
@@ -271,7 +271,7 @@ class ParameterSwap:
             self.use(found, "an optimizer's step")
 
     def send_out(self, params: Iterable[Tensor]) -> None:
-        """Queue the copies out of `params`, which were written, maybe by kernels that move no version counter."""
+        """Queue the copies out of `params`, which were written, perhaps by kernels that do not increase a version counter."""
         with self._home.entered():
             written = [entry for p in params if (entry := self.find(p)) is not None and entry.where is Where.ON_DEVICE]
             for entry in written:
@@ -281,7 +281,7 @@ class ParameterSwap:
     # --- calls of a watch
 
     def refuse_swap_of(self, t: object) -> None:
-        """Raise `RuntimeError` if `t` is a parameter, and torch converts modules by swapping tensors: it loses its hooks."""
+        """Raise `RuntimeError` if `t` is a parameter and torch converts modules by swapping tensors, which drops its hooks."""
         if id(t) in self._keys and torch.__future__.get_swap_module_params_on_conversion():
             raise RuntimeError(
                 "parameters='swap': expected a conversion of the model that keeps its tensors, got one under "
@@ -289,7 +289,7 @@ class ParameterSwap:
             )
 
     def find(self, t: Tensor) -> HostedStorage | None:
-        """Find the entry of the storage that `t` lies in; None: it never leaves."""
+        """Return the entry of the storage of `t`; None: the storage never moves."""
         if t.layout is not torch.strided or not torch._C._has_storage(t):
             return None
         try:
@@ -298,12 +298,12 @@ class ParameterSwap:
             return None
 
     def find_all(self, t: Tensor) -> list[HostedStorage]:
-        """Find the entries of the storages of `t`, which may be of a wrapper subclass."""
+        """Return the entries of the storages of `t`, which may be a wrapper subclass."""
         parts = (t,) if type(t).__torch_dispatch__ is PLAIN_DISPATCH else plain_parts(t)
         return [entry for part in parts if (entry := self.find(part)) is not None]
 
     def use(self, entries: Sequence[HostedStorage], what: str) -> None:
-        """Bring `entries` to the device, for a function of that name."""
+        """Bring `entries` to the device, for the function named `what`."""
         self._pickled.clear()  # the function may write them
         away = sum(entry.nbytes for entry in entries if entry.where is Where.ON_HOST)
         if away:
@@ -321,11 +321,11 @@ class ParameterSwap:
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
     def is_at_work(self) -> bool:
-        """True if this thread works on swapped tensors, under the executor's lock: it must not ask for them again."""
+        """True if this thread works on swapped tensors under the executor's lock. Then it must not request them again."""
         return self._home.is_entered_here()
 
     def sees_saves(self) -> bool:
-        """True if its own hooks see autograd's saves now, and their uses."""
+        """True if this object's hooks see autograd's saves now, and their uses."""
         hooks = saved_tensor_hooks_on_top()
         return hooks is not None and hooks[0] is self._save
 
@@ -342,17 +342,17 @@ class ParameterSwap:
             node.register_prehook(use)
 
     def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
-        """Return a copy of `t` in pageable host memory, in a storage shared by all tensors over the same storage."""
+        """Return a copy of `t` in pageable host memory. Tensors that share a storage share it in their copies too."""
         memory = self._pickled.get(id(entry))
         if memory is None:
             with self._home.entered() as compute:
                 memory = self._pickled[id(entry)] = entry.host_bytes(compute).untyped_storage()
         return tensor_over(memory, t)
 
-    # --- its callers
+    # --- for its callers
 
     def use_hook(self, use: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """Return autograd's hook of a use, which brings the result to the device."""
+        """Return an unpack hook that calls `use` and brings the result to the device."""
 
         def used(handle: Any) -> Tensor:
             with torch._C.DisableTorchFunction():
@@ -364,7 +364,7 @@ class ParameterSwap:
         return used
 
     def save_hook(self, save: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return autograd's hook of a save, which no watch sees."""
+        """Return a pack hook that calls `save` unseen by the watch."""
 
         def saved(t: Tensor) -> Any:
             with torch._C.DisableTorchFunction():
@@ -390,7 +390,7 @@ class ParameterSwap:
         return before
 
     def note_gradient(self, p: Tensor) -> None:
-        """Send out the gradient of `p`, which was made or added to now."""
+        """Queue the copy out of the gradient of `p`, which was just made or added to."""
         if not self._active:
             return
         with self._home.entered():
@@ -401,28 +401,28 @@ class ParameterSwap:
                 self.window.make_room(0, keep=())
 
     def _entry_of_gradient(self, p: Tensor) -> HostedStorage | None:
-        """Return the entry of the gradient of `p`, and add it if there is none; None: there is no gradient that may leave."""
+        """Return the entry of the gradient of `p`, added if needed; None: there is no gradient that may be swapped out."""
         g = p.grad
         if g is None or (entry := self.find(g)) is not None:
             return None if g is None else entry
-        if not self._may_leave(g) or g.requires_grad or not is_alone(g):  # with a graph of its own: autograd may have saved it
+        if not self._may_leave(g) or g.requires_grad or not is_alone(g):  # with a graph: autograd may have saved it
             return None
         self._home.recording.hide(g.untyped_storage())
         return self._add(g, self._keys[id(p)] + 1, is_gradient=True)
 
     def _add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
-        self._executor.protected.add(t.untyped_storage())  # the executor does not move it when autograd saves it
+        self._executor.protected.add(t.untyped_storage())  # so the executor does not move it when autograd saves it
         return self.window.add(t, key, is_gradient=is_gradient)
 
     def _adopt(self, p: Tensor) -> None:
-        """Send out the storages of `p` and of its gradient, if they are new and may leave."""
+        """Swap out the storages of `p` and of its gradient, if they are new and may be swapped out."""
         entry = self.find(p)
         if entry is not None:
             entry.follow(p)
         elif self._may_leave(p):
             with self._home.entered():
                 self.window.free(self._add(p, self._keys[id(p)], is_gradient=False))
-        if p.requires_grad and id(p) not in self._hooked:  # it may have been frozen until now
+        if p.requires_grad and id(p) not in self._hooked:  # `p` may have been frozen until now
             self._hooked.add(id(p))
             self._handles.append(p.register_hook(self._before_accumulating(weakref.ref(p))))
             self._handles.append(p.register_post_accumulate_grad_hook(self.note_gradient))

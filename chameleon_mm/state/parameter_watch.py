@@ -1,14 +1,14 @@
-"""Sees the arguments of torch's functions before they run, and brings tensors back that are away.
+"""Watch the arguments of torch's functions before they run, and bring swapped-out tensors to the device.
 
-    with ParameterWatch(swap): ...      # a torch function mode: it changes no operator, and no formula of autograd
+    with ParameterWatch(swap): ...      # a torch function mode: it changes no operator and no gradient formula
 
-Functions that read a shape, or make a view, need no bytes: they run unchanged. It records functions that expose the memory
-itself, outside of its version counter, and those that write without moving the counter. Functions for lists are called part by
-part if a list does not fit on the device at once.
+Functions that read a shape or make a view need no bytes and run unchanged. The watch records functions that expose the memory
+without its version counter, and functions that write without increasing the counter. A function of a list of tensors is called
+part by part if the list does not fit on the device as a whole.
 
-It does not see C++ code. Autograd's own uses come through its hooks. If those belong to other code, such as a checkpoint's, the
-autograd nodes that a function made bring back the function's arguments. Arguments of an extension within a module's forward are
-there since that forward began.
+The watch does not see C++ code. Autograd's own uses come through saved-tensor hooks. If these hooks belong to other code, such
+as a checkpoint, the autograd nodes made by a function bring its arguments to the device. Arguments of an extension within a
+module's forward are on the device since that forward began.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _NEEDS_NO_BYTES = frozenset((
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "size",
     "storage_offset", "stride", "view", "view_as", "zeros_like",
 ))  # fmt: skip
-"""Names of functions that read no element of their arguments. Most views are not listed: torch checks memory."""
+"""Names of functions that read no element of their arguments. Most views are not listed: torch checks that memory exists."""
 
 _MAKES_TENSORS = frozenset(
     name for name in _NEEDS_NO_BYTES if name.endswith("_like") or name.startswith(("new_", "detach", "view"))
 )
-"""Names among them of which a subclass may have a version that reads elements."""
+"""Names among these for which a subclass may have a version that reads elements."""
 
 _GIVES_MEMORY = frozenset((
     "untyped_storage", "_typed_storage", "storage", "data_ptr", "numpy", "__array__", "set_", "share_memory_",
 ))  # fmt: skip
-"""Names of functions after which other code may write the memory without moving its version counter."""
+"""Names of functions after which other code may write the memory without increasing its version counter."""
 
 _OWN = (
     "chameleon_mm.api.session", "chameleon_mm.device", "chameleon_mm.follow", "chameleon_mm.pool", "chameleon_mm.record",
@@ -64,13 +64,13 @@ _ELEMENTS = frozenset((
     *(getattr(_DESCRIPTORS, name).__set__ for name in ("real", "imag")),
     _DESCRIPTORS.__cuda_array_interface__.__get__,
 ))  # fmt: skip
-"""Attributes that are views, or whose setters write elements. Others need no bytes."""
+"""Attributes that are views, or whose setters write elements. Other attributes need no bytes."""
 
 _WRITES_SELF = frozenset((
     "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__",
     "__isub__", "__itruediv__", "__ixor__", "__set__", "__setitem__",
 ))  # fmt: skip
-"""Functions that write their first argument, besides those whose names end with an underscore."""
+"""Functions that write their first argument, although their names do not end with an underscore."""
 
 _TYPED_STORAGE = Tensor._typed_storage.__code__
 _REDUCE = Tensor._reduce_ex_internal.__code__
@@ -93,7 +93,7 @@ class ParameterWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         caller = sys._getframe().f_back  # autograd's own thread has no caller, in a double backward
-        while caller is not None and caller.f_code.co_name == "__torch_function__":  # of a mode or subclass of the user's
+        while caller is not None and caller.f_code.co_name == "__torch_function__":  # a mode or subclass of the user
             caller = caller.f_back
         if caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN):
             return func(*args, **kwargs)
@@ -109,7 +109,7 @@ class ParameterWatch(TorchFunctionMode):
                 self._note_hidden(args)
             return func(*args, **kwargs)
         entries = self._entries_of((args, kwargs))
-        if not entries or self._swap.is_at_work():  # at work, by way of a user's mode that calls from a function of its own
+        if not entries or self._swap.is_at_work():  # at work: called through a user's mode
             return func(*args, **kwargs)
         if name == "untyped_storage" and caller is not None and _is_pickled(caller):
             return self._swap.pickled(args[0], entries[0]).untyped_storage()
@@ -117,7 +117,7 @@ class ParameterWatch(TorchFunctionMode):
             self._note_hidden(args)
         if name == "__dlpack__" or func == _ARRAY_INTERFACE:
             self._swap.use(entries, name)
-            entries[0].is_refused = True  # its memory is shared from now on, without notice of an end
+            entries[0].is_refused = True  # its memory is shared from now on, with no known end
         if (name.startswith(_LISTS) or name == _UNSCALE) and not self._swap.fit_together(entries):
             parts = list(self._parts(args, kwargs))
             if len(parts) > 1:
@@ -125,7 +125,7 @@ class ParameterWatch(TorchFunctionMode):
         return self._call(func, name, args, kwargs, entries)
 
     def _note_hidden(self, values: Any) -> None:
-        """Record that other code may write the memory of `values` from now on, without moving a version counter."""
+        """Record that other code may write the memory of `values` from now on without increasing a version counter."""
         for entry in self._entries_of(values):
             entry.has_hidden_writers = True
 
@@ -146,7 +146,7 @@ class ParameterWatch(TorchFunctionMode):
         found: dict[int, HostedStorage] = {}
         find_all = self._swap.find_all
         stack = [values]
-        with torch._C.DisableTorchFunction():  # below this mode are maybe others
+        with torch._C.DisableTorchFunction():  # other modes may lie below this one
             while stack:
                 value = stack.pop()
                 if isinstance(value, Tensor):
@@ -161,8 +161,8 @@ class ParameterWatch(TorchFunctionMode):
     # --- lists of tensors
 
     def _parts(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Yield arguments of calls that together equal one call with `args`: each list is cut at the same places. Yields a
-        single call if torch may choose its kernels by the whole list."""
+        """Yield the arguments of calls that together equal one call with `args`: all lists are cut at the same indexes. Yields
+        a single call if torch may choose its kernels by the whole list."""
         tensors = args[0] if args and isinstance(args[0], (tuple, list)) else ()
         length = len(tensors)
         alike = len({(t.dtype, t.device) for t in tensors}) == 1
@@ -194,7 +194,7 @@ def _cut(values: Sequence[Any], start: int, end: int) -> tuple[Any, ...]:
 
 
 def _is_pickled(caller: FrameType) -> bool:
-    """True if a pickler asks for the storage, and not `copy.copy`: it reads the bytes of many after asking for all."""
+    """True if a pickler, not `copy.copy`, requests the storage. A pickler requests all storages before it reads their bytes."""
     reduces = caller.f_back
     if caller.f_code is not _TYPED_STORAGE or reduces is None or reduces.f_code is not _REDUCE:
         return False
@@ -203,7 +203,7 @@ def _is_pickled(caller: FrameType) -> bool:
 
 
 def _nodes_since(begin: int, out: Any) -> Iterator[Node]:
-    """Yield the nodes that lead to `out` and were made since the sequence number `begin`."""
+    """Yield the autograd nodes that lead to `out` and were made since sequence number `begin`."""
     outs = out if isinstance(out, (tuple, list)) else (out,)
     stack = [t.grad_fn for t in outs if isinstance(t, Tensor)]
     known = set()
@@ -217,10 +217,10 @@ def _nodes_since(begin: int, out: Any) -> Iterator[Node]:
 
 
 def _may_write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments that the call may write without moving their version counters.
+    """Return the arguments that the call may write without increasing their version counters.
 
-    Operators for lists move none under a dispatch mode, fused optimizers none at all, and custom operators maybe none. A tensor
-    made by `.data` has a counter of its own.
+    Operators for lists increase no counter under a dispatch mode, fused optimizers never do, and custom operators may not. A
+    tensor made by `.data` has a counter of its own.
     """
     if isinstance(func, torch._ops.OpOverload):
         return (args, kwargs) if func._schema.is_mutable else ()
@@ -248,7 +248,7 @@ def _backward(
 
 
 def _for_modes_too(function: Any) -> Any:
-    """Copy one of torch's Python functions, without its check for torch function modes: it may run under one."""
+    """Return a copy of a Python function of torch without its check for torch function modes, so that it runs under one."""
     asks = {name: (lambda *tensors: False) for name in function.__code__.co_names if name.startswith("has_torch_function")}
     copied = types.FunctionType(
         function.__code__, {**function.__globals__, **asks}, function.__name__, function.__defaults__, function.__closure__
@@ -264,4 +264,4 @@ _BACKWARD: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: _run_backward,
     torch.autograd.grad: _for_modes_too(torch.autograd.grad),
 }
-"""Functions that run a graph, each with a replacement that runs under a mode."""
+"""Functions that run an autograd graph, each with a replacement that runs under a mode."""

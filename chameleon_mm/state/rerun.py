@@ -1,12 +1,12 @@
-"""Runs a step again from its beginning after it ran out of memory or recomputed other bits.
+"""Run a step again from its beginning after it ran out of memory or recomputed other bits.
 
     start = state at the step's beginning              # random states, buffers, gradients that exist
-    run it -> OutOfMemoryError | RecomputeMismatch -> leave the except block, so that every frame of the step is gone
-        an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again; with a `Repair`, restore it
-        start.restore(); out of memory: a tighter budget, no plan; run it again
-    MAX_RETRIES times, then raise, and say what was tried
+    run it -> OutOfMemoryError | RecomputeMismatch -> exit the except block, which frees every frame of the step
+        an optimizer stepped, or a parameter changed?  -> raise, and say that the step did not run again; or use a `Repair`
+        start.restore(); after OutOfMemoryError: a smaller budget and no plan; run the step again
+    MAX_RETRIES times, then raise, and name the attempts
 
-Leaving the block comes first, because an exception's traceback holds the tensors of the frames it passed.
+The block is exited first, because an exception's traceback holds the tensors of its frames.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from chameleon_mm.units import format_size
 
 # --- Copies of the state that a step changes before it fails: gradients on the host, buffers on the device
 #
-# Gradients are copied to the host, because device memory is short. Setting a gradient aside and adding it later would give
-# another sum: (g + a) + b is not g + (a + b). And a step that clips or zeroes `.grad` must find the original value.
+# Gradients are copied to the host, because device memory is short. Keeping a gradient apart and adding it later would change
+# the sum: (g + a) + b is not g + (a + b). A step that clips or zeroes `.grad` must also find the original value.
 
 
 class BufferCopies:
     """Copies of a model's buffers, on the buffers' own device.
 
-    All are copied for every step: batch norm writes its running statistics without moving their version counters, so changes
-    cannot be detected. They are small; in one call they cost little.
+    All are copied for every step: batch norm writes its running statistics without increasing version counters, so changes
+    cannot be detected. Buffers are small, and one call for all costs little.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._tables: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-        """Tables of buffers, one of each module: the live table, and its state at the step's beginning."""
+        """Tables of buffers, one pair per module: the live table, and its state at the step's beginning."""
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """Buffers by id: each with its copy."""
+        """Buffers with their copies, by the buffer's id."""
 
     def take(self) -> None:
         """Copy the buffers' current contents. Raises `torch.OutOfMemoryError`."""
@@ -62,7 +62,7 @@ class BufferCopies:
         with torch.no_grad():
             for key, buffer in buffers.items():
                 pair = known.get(key)
-                # `clone` handles a buffer that was resized or made another kind in place.
+                # `clone` handles a buffer that was resized or converted in place.
                 if pair is not None and pair[0] is buffer and _same_kind(pair[1], buffer):
                     again.append(pair)
                 else:
@@ -85,8 +85,8 @@ class BufferCopies:
         if not _same_kind(copy, buffer):
             buffer.data = copy.clone()  # resized, or converted
         elif into is not None and of is not None:
-            into.copy_(of)  # without moving its version counter: a graph from before the step may have saved it
-        elif 0 not in buffer.stride():  # one that repeats its elements cannot be written
+            into.copy_(of)  # keeps its version counter: an earlier graph may have saved it
+        elif 0 not in buffer.stride():  # a tensor with repeated elements cannot be written
             buffer.copy_(copy)
 
 
@@ -100,9 +100,9 @@ def _same_kind(copy: Tensor, buffer: Tensor) -> bool:
 
 
 class StepStart:
-    """State to run the step again that begins now, on the calling thread.
+    """State that is needed to run the step again that begins now, on the calling thread.
 
-    Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` if there is no memory for the copies, with nothing changed.
+    Raises `HostMemoryExhausted` or `torch.OutOfMemoryError`, and changes nothing, if there is no memory for the copies.
     """
 
     def __init__(self, model: nn.Module, device: Device, copier: Copier, buffers: BufferCopies) -> None:
@@ -115,8 +115,8 @@ class StepStart:
         buffers.take()
         self._copies: list[TensorCopy] = []
         self._gradients: list[tuple[nn.Parameter, Any, TensorWeakRef | None]] = []
-        """Parameters, each with a copy of its gradient, as `restore_gradient` takes it, and the gradient. It is held weakly: if
-        a step drops it, its memory is free. None: there is no gradient."""
+        """Parameters, each with a copy of its gradient, for `restore_gradient`, and a weak reference to the gradient, whose
+        memory is free once a step drops it. None: there is no gradient."""
         try:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 for parameter, _ in self._parameters:
@@ -129,7 +129,7 @@ class StepStart:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record optimizer steps on the model: fused ones write parameters without moving their version counters."""
+        """Context that records optimizer steps on the model. Fused ones do not increase the parameters' version counters."""
         ids = {id(parameter) for parameter, _ in self._parameters}
 
         def note(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -143,8 +143,8 @@ class StepStart:
             hook.remove()
 
     def obstacle(self, restored: Optimizer | None = None) -> str | None:
-        """Return the reason why the step may not run again, or None. `restored`: the optimizer that will be restored first,
-        with all parameters; None: only this object will be restored."""
+        """Return the reason why the step may not run again, or None. `restored`: optimizer that a `Repair` restores first, with
+        all parameters; None: no repair."""
         now, before = list(map(id, self._model.parameters())), [id(parameter) for parameter, _ in self._parameters]
         if restored is not None:
             if any(optimizer is not restored for optimizer in self._stepped):
@@ -169,7 +169,7 @@ class StepStart:
         self._random.restore()
 
     def release(self) -> None:
-        """Release the copies of gradients: the step will not run again."""
+        """Release the copies of gradients, because the step will not run again."""
         copies, self._copies, self._gradients = self._copies, [], []
         if copies:
             last = self._device.current_stream().record()
@@ -178,9 +178,9 @@ class StepStart:
 
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:
-    """Value that differs once the parameter was written to, or its data replaced. A write through `.data` cannot be
+    """Return a value that changes if the parameter is written to or its data replaced. A write through `.data` cannot be
     detected."""
-    with torch._C.DisableTorchFunction():  # the parameter may be away and must stay so: its storage exists, its memory does not
+    with torch._C.DisableTorchFunction():  # must not bring a swapped-out parameter to the device
         plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
         version = -1 if parameter.is_inference() else parameter._version
         return version, parameter.untyped_storage()._cdata if plain else 0
@@ -189,43 +189,43 @@ def _mark(parameter: nn.Parameter) -> tuple[int, int]:
 _log = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
-"""Maximum number of runs of one step after its first run."""
+"""Maximum number of runs of one step after the first."""
 
 LEAST_CUT = 0.05
-"""Minimum share of the budget by which it is lowered."""
+"""Minimum share by which the budget is lowered."""
 
 _R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A run that found no memory, or recomputed other bits, without the exception itself: its frames hold tensors."""
+    """Run that found no memory or recomputed other bits. The exception itself is not kept, because its frames hold tensors."""
 
     message: str
     is_mismatch: bool
-    """True for other bits: the storages concerned are not recomputed any more, and the budget stays."""
+    """True if it recomputed other bits. These storages are no longer recomputed, and the budget stays."""
     asked_bytes: int
     allocated_bytes: int
-    """Device memory allocated when it failed."""
+    """Bytes of device memory allocated when the run failed."""
     where: str
-    """The traceback, as text."""
+    """Traceback as text."""
 
 
 class Repair(NamedTuple):
-    """Way to restore state that a step changes besides gradients, buffers and random states; saved before the step."""
+    """Saved state that a step changes besides gradients, buffers and random states, and the way to restore it."""
 
     optimizer: torch.optim.Optimizer
-    """The optimizer whose state and settings are restored, together with all parameters."""
+    """Optimizer whose state and settings are restored, together with all parameters."""
     restore: Callable[[], None]
-    """Restores it; may be called several times. Raises `torch.OutOfMemoryError`."""
+    """Function that restores the state; may be called several times. Raises `torch.OutOfMemoryError`."""
 
 
 class StepRunner:
-    """Runs the steps of one session over `model`, and repeats those that run out of memory. Not thread-safe."""
+    """Runs the steps of one session over `model`, and repeats steps that run out of memory. Not thread-safe."""
 
     def __init__(self, executor: Executor, copier: Copier, model: nn.Module, *, hbm_budget_bytes: int) -> None:
         self.hbm_budget_bytes = self._given_bytes = hbm_budget_bytes
-        """The budget now: lowered by each step that had to run again."""
+        """Current budget. Each step that runs again lowers it."""
         self._executor = executor
         self._device = executor.device
         self._copier = copier
@@ -234,12 +234,12 @@ class StepRunner:
 
     @property
     def lowered_budget_bytes(self) -> int | None:
-        """The budget now if a step had to run again; else None."""
+        """Return the current budget if a step had to run again; else None."""
         return self.hbm_budget_bytes if self.hbm_budget_bytes < self._given_bytes else None
 
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R], repair: Repair | None = None) -> _R:
-        """Run `fn()` inside `step()`. Raises the errors of `fn`; `torch.OutOfMemoryError` or `RecomputeMismatch` after
-        `MAX_RETRIES` more runs."""
+        """Run `fn()` inside `step()`. Raises the errors of `fn`, but `torch.OutOfMemoryError` and `RecomputeMismatch` only
+        after `MAX_RETRIES` more runs."""
         obstacle = "a graph was captured" if self._device.capturing() else None
         if obstacle is None and not is_alone():
             obstacle = "the other ranks would not, and its collectives would wait for them"
@@ -283,14 +283,14 @@ class StepRunner:
         fn: Callable[[], _R],
         restored: torch.optim.Optimizer | None,
     ) -> tuple[_R] | _Failure:
-        """Run the step once. Return its result, or a failure after which it may run again; raise any other."""
+        """Run the step once. Returns its result, or a failure after which it may run again. Raises all other errors."""
         allocated_bytes = 0
         try:
             with start.watching(), step():
                 try:
                     return (fn(),)
                 except torch.OutOfMemoryError:
-                    allocated_bytes = self._device.allocated_bytes()  # before any of it is freed
+                    allocated_bytes = self._device.allocated_bytes()  # before the failed step's memory is freed
                     raise
         except (torch.OutOfMemoryError, RecomputeMismatch) as error:
             obstacle = start.obstacle(restored)
@@ -318,11 +318,11 @@ class StepRunner:
 
 
 def tighter(budget: int, *, allocated: int, asked: int, resting: int) -> int:
-    """Budget after a step that failed within `budget`, all in bytes.
+    """Return the budget after a step that failed within `budget`, all in bytes.
 
-    `asked` was refused while `allocated` was allocated, so at most their sum is available, even if the budget is larger. The
-    new budget leaves room below that for another such request, and for `LEAST_CUT` at least. But it keeps half of the bytes
-    above `resting`, which are allocated between steps: a request that never fits must not leave nothing.
+    A request of `asked` was refused while `allocated` was allocated, so at most their sum is available, even if the budget is
+    larger. The new budget leaves room below that sum for another such request, and at least for `LEAST_CUT`. It keeps half of
+    the bytes above `resting`, the bytes allocated between steps, so that a request that never fits cannot shrink it to nothing.
     """
     reach = min(budget, allocated + asked)
     return min(budget, max(reach - max(asked, int(LEAST_CUT * reach)), (reach + resting) // 2))

@@ -1,9 +1,9 @@
-"""Snapshots of one session: taken, written on a separate thread, and restored.
+"""Snapshots of one session: take them, write them on a separate thread, and restore them.
 
 snapshots = Snapshots(executor, model, optimizer)
-snapshot = snapshots.take()           # the latest from now on
-snapshots.restore(None)               # the latest, or the given one
-del snapshots                         # at the session's end: only snapshots that other code holds live on
+snapshot = snapshots.take()           # the latest snapshot from now on
+snapshots.restore(None)               # None: the latest snapshot
+del snapshots                         # at the session's end: frees snapshots that no other code holds
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 # --- Write of a snapshot on a separate thread
 #
-# Reasons against `torch.distributed.checkpoint.async_save`: it copies everything once more in host memory before it returns; it
-# refuses a process group without a CPU backend; and folders can be exchanged only after it.
+# `torch.distributed.checkpoint.async_save` is not used for three reasons: it copies everything once more in host memory before
+# it returns; it refuses a process group without a CPU backend; folders could be exchanged only after it.
 
 _log = logging.getLogger(__name__)
 
 
 class SnapshotWrite:
-    """Write of one snapshot to one checkpoint folder. The interpreter waits for its end before exiting."""
+    """Write of one snapshot to one checkpoint folder. At exit the interpreter waits for its end."""
 
     def __init__(
         self, path: Path, contents: Callable[[], dict[str, Any]], *, turn: threading.Lock, on_end: Callable[[], None]
     ) -> None:
-        """`contents()`, called on the thread, may wait for the device. `turn`: writes with the same lock follow each other."""
+        """`contents()` is called on the thread, and may wait for the device. `turn`: lock that orders writes."""
         self.path = path
-        """The folder. It is there, whole and on the disk, once `wait` has returned."""
-        # Import here, not on the thread: the module registers exit handlers, and the interpreter's exit may have begun by then.
+        """Folder. It exists, complete and on disk, once `wait` has returned."""
+        # Import here, not on the thread: the module registers exit handlers, and the interpreter's exit may begin meanwhile.
         from chameleon_mm.state.checkpoint import write_checkpoint
 
         self._write = write_checkpoint
@@ -61,12 +61,12 @@ class SnapshotWrite:
 
     @property
     def done(self) -> bool:
-        """True if it has ended, successfully or not. Never waits."""
+        """True if the write has ended, successfully or not. Never waits."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """Wait until the checkpoint is there, and return its path. Raises the error of the write (usually `OSError`), or
-        `TimeoutError` after `timeout_s` seconds; the write goes on then. Raises `TypeError` and `ValueError` for an invalid
+        """Wait until the checkpoint is complete, and return its path. Raises the error of the write (usually `OSError`), or
+        `TimeoutError` after `timeout_s` seconds; then the write continues. Raises `TypeError` and `ValueError` for an invalid
         `timeout_s`."""
         if timeout_s is not None:
             check_type("timeout_s", timeout_s, Real, "a number of seconds or None", "leave it out to wait until the end")
@@ -83,11 +83,11 @@ class SnapshotWrite:
     def _run(
         self, contents: list[Callable[[], dict[str, Any]]], turn: threading.Lock, on_end: list[Callable[[], None]]
     ) -> None:
-        """Write and record the result. The lists are emptied, so that nothing holds the contents when `wait` returns."""
+        """Write, and record the result. Empties the lists, so that nothing holds the contents when `wait` returns."""
         try:
             with turn:
                 self._write(self.path, contents.pop())
-        except BaseException as error:  # noqa: BLE001 - on this thread nobody would see it: `wait` raises it
+        except BaseException as error:  # noqa: BLE001 - lost on this thread: `wait` raises it
             traceback.clear_frames(error.__traceback__)  # frames hold views of the blocks
             self._error = error
             _log.warning("chameleon_mm: a snapshot was not written to %s: %s", self.path, str(error))
@@ -98,14 +98,14 @@ class SnapshotWrite:
                 self._ended.set()
 
 
-# --- Snapshot of the state at the start of a step, and the lifetime of its host memory
+# --- Snapshot of the state between two steps, and the lifetime of its host memory
 
 
 class Snapshot:
-    """State of training between two steps, in host memory: made by `session.snapshot()`, for `session.restore()`.
+    """State of training between two steps, in host memory. Made by `session.snapshot()`, for `session.restore()`.
 
     It holds parameters, buffers, gradients that exist, the state and settings of the session's optimizer, and torch's random
-    states. Its memory goes back to the session's pool by `release()`, or when the last reference is gone.
+    states. `release()`, or the end of the last reference, returns its memory to the session's pool.
     """
 
     def __init__(
@@ -121,34 +121,34 @@ class Snapshot:
         self.model, self.optimizer, self.random, self.device = model, optimizer, random, device
         self._copies = copies
         self.last = last
-        """Event after all device work on its memory."""
+        """Event after all device work on the snapshot's memory."""
         self._turn = turn
         self._lock = threading.Lock()
         self._writes = 0
         self.released = False
-        """True if it was released: it can no longer be restored or written."""
+        """True if the snapshot was released. Then it can no longer be restored or written."""
         self.nbytes = sum(copy.nbytes for copy in self._copies)
-        """Bytes of host memory that it holds, or held before its release."""
+        """Bytes of host memory of the snapshot, also after its release."""
 
     def release(self) -> None:
-        """Free its host memory: at once, or when the last running write has ended. A second call does nothing."""
+        """Free the snapshot's host memory, at once or when the last running write has ended. A second call does nothing."""
         with self._lock:
             self.released = True
             if not self._writes:
                 self._free()
 
     def write(self, path: str | os.PathLike[str]) -> SnapshotWrite:
-        """Write it to the folder `path`, a checkpoint of `torch.distributed.checkpoint`, on a separate thread, while training
-        goes on. Returns a handle to wait for it; a session's writes follow one another. An earlier checkpoint at `path` is
-        replaced in one step, once everything is on the disk: Note [Checkpoint folder] says what a killed process leaves.
+        """Write the snapshot to the folder `path` as a `torch.distributed.checkpoint`, on a separate thread, during training.
+        Returns a handle to wait for the write. The writes of a session run one after another. Once everything is on disk, it
+        replaces an earlier checkpoint at `path` in one step. Note [Checkpoint folder]: what a killed process leaves.
 
         Training can continue from it without this package: `dcp.load` and `dcp_to_torch_save` read it. "model" is for
-        `model.load_state_dict`, "optimizer" for `optimizer.load_state_dict`, by the parameters' names (None if the session has
-        none). "gradients" is by the parameters' names, "not_in_state_dict" has the buffers that are not persistent. "random"
-        has "host" for `torch.set_rng_state` and "device" for `torch.cuda.set_rng_state`.
+        `model.load_state_dict`, "optimizer" for `optimizer.load_state_dict` with the parameters' names as keys (None if the
+        session has no optimizer). "gradients" has the parameters' names as keys. "not_in_state_dict" has the buffers that are
+        not persistent. "random" has "host" for `torch.set_rng_state` and "device" for `torch.cuda.set_rng_state`.
 
-        Raises `TypeError` if `path` is no path, and `ValueError` if it is neither a checkpoint nor free, or if the snapshot was
-        released. Raises `OSError` if nothing can be written there. The handle's `wait` raises later errors.
+        Raises `TypeError` if `path` is not a path, and `ValueError` if it is neither a checkpoint nor free, or if the snapshot
+        was released. Raises `OSError` if `path` cannot be written. The handle's `wait` raises later errors.
         """
         check_type("snapshot.write()", path, (str, os.PathLike), "the path of a folder", "pass a str or a Path")
         folder = Path(path).absolute()
@@ -163,14 +163,14 @@ class Snapshot:
             raise
 
     def check_live(self, what: str) -> None:
-        """Raise `ValueError` if it was released."""
+        """Raise `ValueError` if the snapshot was released. `what`: the caller's name."""
         if self.released:
             raise ValueError(f"{what}: expected a snapshot that holds its memory, got one that was released; take another")
 
-    # --- calls of restoring and writing
+    # --- for restoring and writing
 
     def for_checkpoint(self) -> dict[str, Any]:
-        """Return the contents of a checkpoint, once the device is done with the copies. The tensors hold the memory."""
+        """Return the contents of a checkpoint, once the device has finished the copies. The tensors hold the host memory."""
         self.last.synchronize()  # the copies that fill the blocks -> the host reads them
         optimizer = None if self.optimizer is None else self.optimizer.for_checkpoint()
         return {**self.model.for_checkpoint(), "optimizer": optimizer, "random": self.random.tensors()}
@@ -188,7 +188,7 @@ class Snapshot:
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ends():
-            self._free()  # no write is running: a write holds it
+            self._free()  # no write runs: a write holds the snapshot
 
 
 class Snapshots:
@@ -202,7 +202,7 @@ class Snapshots:
         parameters: ParameterSwap | None,
         state: OptimizerSwap | None,
     ) -> None:
-        """`parameters`, `state`: what swaps those of the model and the optimizer; None: they stay."""
+        """`parameters`, `state`: swap of the model's parameters and of the optimizer's state; None: they stay."""
         self.latest: Snapshot | None = None
         self._home = Home(executor)
         self._device = self._home.context.pool.device
@@ -215,7 +215,7 @@ class Snapshots:
         self._turn = threading.Lock()
 
     def take(self) -> Snapshot:
-        """Take a snapshot, in order on the compute stream; the host waits for the copies that it makes itself. Raises
+        """Take a snapshot, in order on the compute stream. The host waits only for copies that it makes itself. Raises
         `HostMemoryExhausted`, with all copies released."""
         with torch._C.DisableTorchFunction():
             check_model(self._model, self._parameters)
@@ -241,20 +241,20 @@ class Snapshots:
         return snapshot
 
     def _join_streams(self) -> Event:
-        """Order the streams: later reads see all earlier writes, and later writes come after them. Return an event of the
-        compute stream."""
+        """Order all streams: later reads see all earlier writes, and later writes follow them. Returns an event of the compute
+        stream."""
         with self._home.entered() as compute:
             self._home.context.streams.join_all(compute)
             return compute.record()
 
     def restore(self, snapshot: Snapshot | None) -> None:
-        """Restore `snapshot`, or the latest. Raises `TypeError` and `ValueError` before any change, and
-        `torch.OutOfMemoryError` if an allocation finds no room: free some memory, and restore again."""
+        """Restore `snapshot`; None: the latest. Raises `TypeError` and `ValueError` before any change. Raises
+        `torch.OutOfMemoryError` if an allocation fails: free some memory, and restore again."""
         snapshot = self._checked(snapshot)
         self._home.check_readable("the model, for a snapshot to be restored,", snapshot.nbytes)
         with self._home.entered() as compute:
             self._home.context.streams.join_all(compute)
-        snapshot.last.synchronize()  # the copies that fill the blocks -> the host reads them, and its later copies
+        snapshot.last.synchronize()  # the copies that fill the blocks -> the host's reads and later copies
         try:
             snapshot.model.restore(self._copier, self._model, self._note_gradient)
             if snapshot.optimizer is not None and self._optimizer is not None:

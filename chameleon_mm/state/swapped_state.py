@@ -1,8 +1,8 @@
-"""Optimizer state of one parameter, partly in host memory: a dict that brings back the tensors that are read.
+"""Optimizer state of one parameter, partly in host memory: a dict that brings a tensor to the device when it is read.
 
 state = SwappedState(plain, home)
-state.leave()                          # tensors that may leave do: the dict keeps them, without memory
-state["exp_avg"]                       # on the device, at the latest now; so do get, values, items, copy, pickle
+state.leave()                          # swap tensors out: the dict keeps them, without memory
+state["exp_avg"]                       # brings it to the device; so do get, values, items, copy, pickle
 state.swap_in(compute); state.arrive(compute)
 """
 
@@ -32,19 +32,19 @@ _MAPPING: Any = MutableMapping
 
 
 class SwappedState(dict[Any, Any]):
-    """State of one parameter. Readers see a dict of tensors that never left; it is pickled and copied as a plain dict."""
+    """State of one parameter. Readers see a dict of tensors on the device. It is pickled and copied as a plain dict."""
 
     def __init__(self, plain: dict[Any, Any], home: StateHome) -> None:
         super().__init__(plain)
         self._home = home
         self._hosted: dict[Any, HostedStorage] = {}
-        """Tensors that left at least once, by key: each has a block on the host."""
+        """Tensors that were swapped out at least once, by key. Each has a block on the host."""
         home.states[id(self)] = self
 
     # --- calls of swapping
 
     def away(self) -> list[tuple[Any, HostedStorage]]:
-        """Keys of the tensors that left and did not come back, and their places."""
+        """Return the keys of the tensors on the host, with their hosted storages."""
         return [(key, hosted) for key, t in dict.items(self) if (hosted := self._where_away(key, t)) is not None]
 
     def _where_away(self, key: Any, t: object) -> HostedStorage | None:
@@ -57,13 +57,13 @@ class SwappedState(dict[Any, Any]):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of all tensors that may leave, on the device or host."""
+        """Bytes of all tensors that may be swapped, on the device or on the host."""
         here = (t for key, t in dict.items(self) if self._where_away(key, t) is None)
         return self.away_bytes + sum(movable_bytes(t, self._home) for t in here)
 
     def end(self) -> int:
-        """Bring all of it back for good, and free its host memory. Return the bytes for which the device has no memory: they
-        are in pageable host memory from then on."""
+        """Bring all tensors to the device for good, and free the host memory. Returns the bytes for which the device has no
+        memory; these are in pageable host memory from then on."""
         with suppress(torch.OutOfMemoryError):
             self._back()
         on_host = self.away_bytes
@@ -75,10 +75,10 @@ class SwappedState(dict[Any, Any]):
         return on_host
 
     def leave(self) -> None:
-        """Queue the copies out of all tensors that may leave, under the executor's lock. If the host is full they stay."""
+        """Queue the copies out of all tensors that may be swapped, under the executor's lock. If the host is full they stay."""
         for key in list(dict.keys(self)):
             t = dict.pop(self, key)
-            # Others may hold it: they would read memory that is gone.
+            # Other holders would read freed memory.
             alone = isinstance(t, Tensor) and movable_bytes(t, self._home) and holders(t) <= self._home.least_holders
             dict.__setitem__(self, key, t)
             if alone and self._where_away(key, t) is None:
@@ -86,7 +86,7 @@ class SwappedState(dict[Any, Any]):
             del t
 
     def swap_in(self, compute: Stream) -> None:
-        """Queue the copies back of all tensors that are away, under the executor's lock. Raises `torch.OutOfMemoryError` and
+        """Queue the copies back of all tensors on the host, under the executor's lock. Raises `torch.OutOfMemoryError` and
         `TransferFailed`."""
         for _, hosted in self.away():
             if hosted.where is Where.ON_HOST:
@@ -94,8 +94,8 @@ class SwappedState(dict[Any, Any]):
             hosted.swap_in(compute)
 
     def arrive(self, compute: Stream) -> None:
-        """Bring all of it to the device, ready for `compute`, under the executor's lock. Raises as `swap_in` does; tensors that
-        came back before the error stay."""
+        """Bring all tensors to the device, ready for `compute`, under the executor's lock. Raises as `swap_in` does; tensors
+        copied back before the error stay."""
         try:
             self.swap_in(compute)
         finally:
@@ -105,7 +105,7 @@ class SwappedState(dict[Any, Any]):
                     hosted.host_is_current = False  # a reader may write it
 
     def _out(self, key: Any, t: Tensor) -> None:
-        """Queue the copy out of `t`, if the host takes it."""
+        """Queue the copy out of `t`, if the host has room."""
         hosted, home = self._hosted.get(key), self._home
         if hosted is None or not hosted.is_of(t) or hosted.nbytes != t.untyped_storage().nbytes():
             hosted = HostedStorage(
@@ -118,13 +118,13 @@ class SwappedState(dict[Any, Any]):
             home.context.metrics.totals.fallbacks += 1
             return
         self._hosted[key] = home.left[id(t.untyped_storage())] = hosted
-        home.recording.hide(t.untyped_storage())  # in a recorded step it is there until now, as in later steps
+        home.recording.hide(t.untyped_storage())  # a recorded step has it until now, like later steps
         home.budget.reclaim.add(hosted)
 
-    # --- calls of all other code
+    # --- for all other code
 
     def _back(self) -> None:
-        """Bring it to the device for a read. Raises `torch.OutOfMemoryError` and the errors of `check_readable`."""
+        """Bring all tensors to the device for a read. Raises `torch.OutOfMemoryError` and the errors of `check_readable`."""
         if away_bytes := self.away_bytes:
             self._home.check_readable("optimizer state", away_bytes)
             with self._home.entered() as compute:
@@ -171,7 +171,7 @@ class SwappedState(dict[Any, Any]):
 
 
 def movable_bytes(value: object, home: StateHome) -> int:
-    """Bytes of a tensor on the device that may leave; 0 for any other value, a small tensor or a view."""
+    """Return the bytes of a tensor on the device that may be swapped; 0 for any other value, a small tensor or a view."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
         return 0
     storage = value.untyped_storage()
@@ -186,7 +186,7 @@ def holders(t: Tensor) -> tuple[int, int]:
     return sys.getrefcount(t), torch._C._storage_Use_Count(storage._cdata)
 
 
-# --- Home of the swapped state of one session, and the minimum size of a tensor to leave
+# --- Home of the swapped state of one session
 
 
 class StateHome(Home):
@@ -196,15 +196,15 @@ class StateHome(Home):
         with torch._C._DisableTorchDispatch():
             alone = torch.empty(1)
         self.least_holders = holders(alone)
-        """`holders` of a tensor that one reference holds. Measured, because Python versions differ."""
+        """Result of `holders` for a tensor with one reference. Measured, because Python versions differ."""
         self.states: weakref.WeakValueDictionary[int, SwappedState] = weakref.WeakValueDictionary()
-        """All swapped states by id: the optimizer's, and those that a `state_dict` still holds."""
+        """All swapped states by id: those of the optimizer, and those that a `state_dict` still holds."""
         self.left: weakref.WeakValueDictionary[int, HostedStorage] = weakref.WeakValueDictionary()
-        """State that left at least once, by the id of its storage."""
-        budget = self.budget  # and not `self`, which would hold itself
+        """State that was swapped out at least once, by the id of its storage."""
+        budget = self.budget  # not `self`: that would be a cycle
         self.note_resident: Callable[[int], None] = lambda nbytes: budget.note_allocated(max(0, nbytes))
 
     def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
-        """Find the state that left from `storage` at least once, to leave again: it is in no plan."""
+        """Return the state with `storage` that was swapped out at least once, or None. Such state is not part of plans."""
         hosted = self.left.get(id(storage))
         return hosted if hosted is not None and hosted.ref() is storage else None

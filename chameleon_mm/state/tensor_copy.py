@@ -1,13 +1,13 @@
-"""Copies of tensors in host memory, taken from and put back to the place of each tensor: the device, or the host if it is away.
+"""Copies of tensors in host memory. Each is taken from, and written back to, the tensor's place: the device or the host.
 
     copy = copier.copy(t)              # queued on compute, or done by the host
     copier.put_back(copy, t)           # in place
-    t = copier.made_from(copy)         # a new one
+    t = copier.made_from(copy)         # as a new tensor
     copy.host_tensor()                 # for a checkpoint
 
 Note [Snapshot]: copies between the device and a snapshot run on the compute stream, after the tensor's last write and before
-its next. Any code may write a parameter between two steps without notice, so compute does not run during such a copy. The host
-runs on, and waits for the copy before it reads the block.
+its next. Any code may write a parameter between two steps unseen, so compute must not run during such a copy. The host
+continues, and waits for the copy only before it reads the block.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 def dense_bytes(t: Tensor) -> Tensor | None:
     """Return a flat uint8 tensor over the bytes of `t`, with its own version counter.
 
-    None if `t` is more than those bytes: it has gaps or overlaps, wraps others, is lazily conjugated, or is not strided.
+    None if `t` is not just those bytes: it has gaps or overlaps, wraps other tensors, is lazily conjugated, or is not strided.
     """
-    # A parameter's `.grad` and registered buffers are plain tensors, or of any subclass.
+    # A parameter's `.grad` and registered buffers may be of any subclass.
     if type(t) is not Tensor or not is_plain(t) or not is_dense(t.shape, t.stride()):
         return None
     size = t.element_size()
@@ -48,12 +48,12 @@ def dense_bytes(t: Tensor) -> Tensor | None:
 
 
 def is_plain(t: Tensor) -> bool:
-    """True if the elements of `t` lie in its storage, by its strides."""
+    """True if the storage of `t` has exactly its elements, by its strides."""
     return has_plain_storage(t) and not (t.is_conj() or t.is_neg())
 
 
 def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """True if each element has its own memory, without gaps; also if there are no elements."""
+    """True if each element has its own memory, without gaps. Also true without elements."""
     shape = tuple(shape)
     if 0 in shape:
         return True
@@ -79,7 +79,7 @@ def form_of(t: Tensor) -> Form:
 
 
 def is_copyable(t: object) -> TypeGuard[Tensor]:
-    """True if a tensor is only elements in memory, so that a `TensorCopy` can represent it."""
+    """True if `t` is just elements in memory, so that a `TensorCopy` can represent it."""
     return isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and not t.is_meta and is_plain(t)
 
 
@@ -89,15 +89,15 @@ class TensorCopy:
         self.nbytes = block.nbytes
         is_like_it = is_dense(form.shape, form.stride)
         self.stride = form.stride if is_like_it else torch.empty(form.shape, device="meta").stride()
-        """Strides in the block: the tensor's own if it has no gaps."""
+        """Strides in the block: the tensor's own strides if it has no gaps."""
 
     def is_like(self, t: object) -> TypeGuard[Tensor]:
-        """True if it may be written to `t`: a tensor of the same form and device."""
+        """True if the copy may be written to `t`, a tensor of the same form and device."""
         return is_copyable(t) and form_of(t) == self.form and t.device == self.device
 
     def host_tensor(self) -> Tensor:
-        """Return the copy, which must be complete, as a tensor with its own storage over the block's memory. Release the block
-        only after all readers are done: saving leaves reference cycles, so lifetimes do not show it."""
+        """Return the complete copy as a tensor with its own storage over the block's memory. Release the block only after all
+        readers are done. The tensor's lifetime does not show that, because saving leaves reference cycles."""
         if not self.nbytes:
             return torch.empty_strided(self.form.shape, self.stride, dtype=self.form.dtype)
         view = BlockView(self.block, self.block.buffer.data_ptr(), self.nbytes)
@@ -107,14 +107,14 @@ class TensorCopy:
 
 
 class _OddTensor(NamedTuple):
-    """Tensor of another kind, such as a sparse one, or one inside other values: in pageable host memory."""
+    """Copy in pageable host memory of a tensor of another kind, such as a sparse one, or of a tensor inside other values."""
 
     copy: Tensor
     device: torch.device
 
 
 def value_to_host(value: Any) -> Any:
-    """Copy any value, with its tensors in pageable host memory. The host waits for those."""
+    """Copy any value, with its tensors in pageable host memory. The host waits for their copies."""
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -125,12 +125,12 @@ def value_to_host(value: Any) -> Any:
 
 
 def value_for_checkpoint(value: Any) -> Any:
-    """Return a value of `value_to_host` in the form for a checkpoint."""
+    """Convert a result of `value_to_host` to the form for a checkpoint."""
     return _map_odd(lambda odd: odd.copy, value)
 
 
 def value_from_host(value: Any, current: Any = None) -> Any:
-    """Return the value given to `value_to_host`, as a new value; written to `current` if that is a tensor like it."""
+    """Convert a result of `value_to_host` back, as a new value. If `current` is a tensor of equal form, write to it instead."""
     if isinstance(value, _OddTensor):
         odd, t = value.copy, current
         alike = isinstance(t, Tensor) and t.device == value.device and t.layout is odd.layout is torch.strided
@@ -150,8 +150,8 @@ def _map_odd(change: Any, value: Any) -> Any:
 class Copier:
     """Copies the tensors of one session to the host and back, one at a time.
 
-    Use it inside `torch._C.DisableTorchFunction()`, so that torch function modes do not bring its arguments back to the device,
-    and inside `torch.no_grad()`.
+    Use it inside `torch._C.DisableTorchFunction()`, so that torch function modes do not bring its arguments to the device, and
+    inside `torch.no_grad()`.
     """
 
     def __init__(self, home: Home, parameters: ParameterSwap | None, state: OptimizerSwap | None) -> None:
@@ -159,7 +159,7 @@ class Copier:
         self._home, self._pool, self._parameters, self._state = home, home.context.pool, parameters, state
 
     def copy_value(self, value: Any, copies: list[TensorCopy]) -> Any:
-        """Copy a tensor, and add its copy to `copies`; of any other value return the result of `value_to_host`. Raises as
+        """Copy a tensor, and add the copy to `copies`. For any other value, return the result of `value_to_host`. Raises as
         `copy` does."""
         if not is_copyable(value):
             return value_to_host(value)
@@ -167,7 +167,7 @@ class Copier:
         return copy
 
     def copy(self, t: Tensor) -> TensorCopy:
-        """Copy `t`. Raises `HostMemoryExhausted` if there is neither pinned nor pageable host memory."""
+        """Copy `t`. Raises `HostMemoryExhausted` if there is no host memory, pinned or pageable."""
         form = form_of(t)
         nbytes = form.dtype.itemsize * prod(form.shape)
         hosted, start = self._place(t)
@@ -182,18 +182,18 @@ class Copier:
             if source is not None and self._home.device.owns(t):
                 compute.copy(copy.block.buffer, source)
             else:
-                copy.block.synchronize()  # Note [Host block]: the host may write it itself
+                copy.block.synchronize()  # Note [Host block]: the host itself may write the block
                 _typed(copy).copy_(t.detach())
             return copy
 
     def put_back(self, copy: TensorCopy, t: Tensor) -> None:
-        """Write the contents of `copy` to `t`, which has its form. The host must have seen the copy complete."""
+        """Write the contents of `copy` to `t`, a tensor of equal form. The host must have seen the copy complete."""
         self.fill(copy, t)
         if not t.is_inference():
-            torch.autograd.graph.increment_version(t)  # as any write: a graph that saved it raises eager's error
+            torch.autograd.graph.increment_version(t)  # a graph that saved `t` must raise eager's error
 
     def fill(self, copy: TensorCopy, t: Tensor) -> None:
-        """Write as `put_back` does, without moving the version counter of `t`."""
+        """Write as `put_back` does, without increasing the version counter of `t`."""
         hosted, start = self._place(t)
         with self._home.entered() as compute:
             if not copy.nbytes:
@@ -215,7 +215,7 @@ class Copier:
         return t
 
     def _place(self, t: Tensor) -> tuple[HostedStorage | None, int]:
-        """Return the owner of `t`'s host copy and the byte in it at which `t` begins; None: `t` is in its own memory."""
+        """Return the hosted storage of `t`, and the byte in it at which `t` begins; None: `t` is not hosted."""
         hosted = None if self._parameters is None else self._parameters.find(t)
         if hosted is not None and self._parameters is not None and not is_dense(t.shape, t.stride()):
             self._parameters.use([hosted], "a snapshot")
@@ -226,5 +226,5 @@ class Copier:
 
 
 def _typed(copy: TensorCopy) -> Tensor:
-    """Return the block as a tensor of the copy's form. It does not hold the block."""
+    """Return the block as a tensor of the copy's form. The tensor does not hold the block."""
     return copy.block.buffer.view(copy.form.dtype).as_strided(copy.form.shape, copy.stride)

@@ -3,9 +3,9 @@
 copied = OptimizerCopy(copies, optimizer, model)
 copied.take(copier, optimizer)
 copied.difference(optimizer, model) -> text or None
-copied.restore(copier, optimizer, leave)        # `leave(params)`: their state is new, and may leave the device
+copied.restore(copier, optimizer, leave)        # calls `leave(params)` for new state, which may be swapped out
 
-State is read and written directly in its dicts, without the methods that bring it back to the device for readers.
+State is read and written directly in its dicts, without the methods that bring it to the device for readers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def check_model(model: nn.Module, hosts: ParameterSwap | None) -> None:
-    """Raise `ValueError` if a parameter or buffer is more than elements in memory, or has no memory."""
+    """Raise `ValueError` if a parameter or buffer has no memory, or is not just elements in memory."""
     for name, t in _named_tensors(model):
         if not is_copyable(t):
             problem = f"{type(t).__name__} ({t.layout}) for {name}"
@@ -49,7 +49,7 @@ def check_model(model: nn.Module, hosts: ParameterSwap | None) -> None:
 
 
 def _has_memory(t: Tensor) -> bool:
-    """True if the storage of `t` reaches to the last element."""
+    """True if the storage of `t` is large enough for the last element."""
     last = t.storage_offset() + sum((length - 1) * stride for length, stride in zip(t.shape, t.stride(), strict=True))
     return not t.numel() or t.untyped_storage().nbytes() >= (last + 1) * t.element_size()
 
@@ -61,18 +61,18 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 class ModelCopy:
     def __init__(self, copies: list[TensorCopy]) -> None:
-        """`copies`: gets every copy that it makes."""
+        """`copies`: list to which every new copy is added."""
         self._copies = copies
         self._tensors: dict[str, TensorCopy] = {}
-        """Parameters and buffers, by each of their names."""
+        """Copies of parameters and buffers, by each of their names."""
         self._gradients: dict[str, Any] = {}
-        """Gradients by the first name of their parameters: a copy, or the result of `value_to_host` for another kind."""
+        """Gradients by the first name of the parameter: a copy, or the result of `value_to_host` for other kinds."""
         self._layout: dict[str, Any] = {}
-        """Result of `state_dict`: for each name a copy, or the result of `value_to_host` for any other value."""
+        """Result of `state_dict`, by name: a copy, or the result of `value_to_host` for other values."""
 
     def take(self, copier: Copier, model: nn.Module) -> None:
         """Copy `model`. Raises `HostMemoryExhausted`."""
-        layout = model.state_dict(keep_vars=True)  # hooks of the model run as usual: the tensors that they read come back
+        layout = model.state_dict(keep_vars=True)  # hooks of the model run as usual and bring tensors to the device
         seen: dict[int, TensorCopy] = {}
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for name, t in _named_tensors(model):
@@ -82,12 +82,12 @@ class ModelCopy:
             for name, p in model.named_parameters():
                 if p.grad is not None:
                     self._gradients[name] = copier.copy_value(p.grad, self._copies)
-        with torch.no_grad():  # tensors made by hooks may be views of storages that are away: the watch brings them back
+        with torch.no_grad():  # the watch brings tensors made by hooks to the device
             for name, value in layout.items():
                 self._layout[name] = seen[id(value)] if id(value) in seen else value_to_host(value)
 
     def difference(self, model: nn.Module) -> str | None:
-        """Return the first difference between the copied model and `model`, as text; None: it may be restored there."""
+        """Return the first difference between the copied model and `model`, as text; None: `restore` may be called."""
         with torch._C.DisableTorchFunction():
             here = dict(_named_tensors(model))
             missing = next((name for name in here if name not in self._tensors), None)
@@ -118,7 +118,7 @@ class ModelCopy:
                     note_gradient(p)
 
     def for_checkpoint(self) -> dict[str, Any]:
-        """Entries of a checkpoint: plain tensors that hold the blocks."""
+        """Return the model's entries of a checkpoint: plain tensors that hold the blocks."""
         of_model = (*self._tensors.values(), *self._gradients.values())
         tensors = {id(copy): copy.host_tensor() for copy in of_model if isinstance(copy, TensorCopy)}
         model = {name: _for_checkpoint(value, tensors) for name, value in self._layout.items()}
@@ -130,8 +130,8 @@ class ModelCopy:
 def restore_gradient(
     copier: Copier, p: nn.Parameter, copied: Any, gradient: Tensor | None, write: Callable[[TensorCopy, Tensor], None]
 ) -> None:
-    """Restore the gradient of `p`: by `write`, in place in `gradient`, if that is like it (a bucket may alias it), else as a
-    new tensor. `copied`: its copy, or the result of `value_to_host` for another kind. Raises `torch.OutOfMemoryError`."""
+    """Restore the gradient of `p`: in place in `gradient` by `write` if the form is equal (a bucket may alias it), else as a
+    new tensor. `copied`: its copy, or the result of `value_to_host` for other kinds. Raises `torch.OutOfMemoryError`."""
     if isinstance(copied, TensorCopy) and copied.is_like(gradient):
         write(copied, gradient)
         p.grad = gradient
@@ -150,7 +150,7 @@ def _text(form: Form | None, device: torch.device) -> str:
 
 class OptimizerCopy:
     def __init__(self, copies: list[TensorCopy], optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """`copies`: gets every copy that it makes."""
+        """`copies`: list to which every new copy is added."""
         self._copies = copies
         self._kind = type(optimizer).__name__
         self._params = _params_by_name(optimizer, model)
@@ -158,7 +158,7 @@ class OptimizerCopy:
             {key: value_to_host(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         self._state: dict[Any, dict[Any, Any]] = {}
-        """State by the number of the parameter, counted through the groups, or by the key itself if it is no parameter."""
+        """State by the number of the parameter, counted over all groups. A key that is not a parameter stays the key."""
 
     def take(self, copier: Copier, optimizer: torch.optim.Optimizer) -> None:
         """Copy the state. Raises `HostMemoryExhausted`."""
@@ -170,8 +170,8 @@ class OptimizerCopy:
                     copied[name] = copier.copy_value(value, self._copies)
 
     def difference(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
-        """Return the first difference between the copied optimizer and `optimizer`, of `model`, as text; None: it may be
-        restored there."""
+        """Return the first difference between the copied optimizer and `optimizer`, of `model`, as text; None: `restore` may be
+        called."""
         if (kind := type(optimizer).__name__) != self._kind:
             return f"got one of the optimizer {self._kind}, here {kind}"
         params = _params_by_name(optimizer, model)
@@ -183,8 +183,8 @@ class OptimizerCopy:
         return None
 
     def restore(self, copier: Copier, optimizer: torch.optim.Optimizer, leave: Callable[[list[Tensor]], object]) -> None:
-        """Restore everything in place, remove newer state, and make tensors that are gone. Raises `torch.OutOfMemoryError` if
-        those find no room."""
+        """Restore everything in place, remove newer state, and make missing tensors. Raises `torch.OutOfMemoryError` if there
+        is no room for those."""
         numbers = _numbers(optimizer)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for group, copied in zip(optimizer.param_groups, self._groups, strict=True):
@@ -225,8 +225,8 @@ class OptimizerCopy:
     def for_checkpoint(self) -> dict[str, Any]:
         """Return the optimizer's entry of a checkpoint: plain tensors that hold the blocks.
 
-        It is a `state_dict` with names in place of parameter numbers, as torch's `get_optimizer_state_dict` makes. A checkpoint
-        turns keys into text, so `load_state_dict` would find no state of a parameter "0".
+        It is a `state_dict` with names instead of parameter numbers, like the result of torch's `get_optimizer_state_dict`. A
+        checkpoint turns keys into text, so `load_state_dict` would not find state under the number "0".
         """
         names = [name for params in self._params for name in params]
         names = [f"parameter {number}" if name is None else name for number, name in enumerate(names)]
@@ -247,7 +247,7 @@ class OptimizerCopy:
 
 
 def _params_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str | None]]:
-    """Names in the model of the parameters of each group; None for a parameter that is not the model's."""
+    """Return the model's names of the parameters of each group; None for a parameter that is not in the model."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 

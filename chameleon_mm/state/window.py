@@ -1,12 +1,12 @@
-"""Keeps parameters and gradients within their share of device memory: used ones are there, those used next leave last.
+"""Keep parameters and gradients within their share of device memory. Those used soonest are swapped out last.
 
     window = Window(home, limit_bytes=..., note_taken=...)
-    entry = window.add(p, key, is_gradient=False)      # on the device, and counted
-    window.use([entry, ...])                           # on the device now, ready for compute; the next ones are prefetched
-    window.send_out([entry, ...])                      # copies out are queued; the memory is freed when it is needed
+    entry = window.add(p, key, is_gradient=False)      # `p` is on the device, and counts
+    window.use([entry, ...])                           # bring them to the device, ready for compute; prefetch the next ones
+    window.send_out([entry, ...])                      # queue copies out; the memory is freed when it is needed
 
-Storages that can leave without a wait go first. Among them the order of uses in the previous step decides: the one whose next
-use is furthest leaves (Belady's rule).
+Storages that can be freed without a wait are freed first. Among them, the one with the latest next use is freed first (Belady's
+rule), by the order of uses in the previous step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.state.hosted import Home, HostedStorage, Where
 
-# --- Sequence in which a step uses storages that may be away, learned from the previous step: next uses and their distances
+# --- Sequence in which a step uses these storages, learned from the previous step: next uses and their distances
 #
-# The sequence of a completed step is the guess for the next one. A use that differs from the guess moves the position to its
-# next occurrence; an unknown use does not move it. A wrong guess costs only time.
+# The sequence of a completed step is the guess for the next step. A use that differs from the guess moves the position to the
+# next occurrence of that key. An unknown key does not move it. A wrong guess costs only time.
 
 UNKNOWN = 1 << 30
-"""Distance of a key that no step is known to use."""
+"""Distance of a key that is not in the sequence."""
 
 
 class UseSequence:
@@ -51,13 +51,13 @@ class UseSequence:
         self._at, self._seen, self._in_step, self._latest = 0, [], True, None
 
     def end_step(self, *, completed: bool) -> None:
-        """End the step; if it `completed`, it is the guess for the next one."""
+        """End the step. If it `completed`, its sequence is the guess for the next step."""
         self._in_step, self._at, self._latest = False, 0, None
         if completed and self._seen:
             self._expect(self._seen)
 
     def note(self, key: int) -> bool:
-        """Record a use of `key`. Return True if it differs from the previous use."""
+        """Record a use of `key`. Returns True if the previous use was of another key."""
         if key == self._latest:
             return False
         self._latest = key
@@ -70,7 +70,7 @@ class UseSequence:
         return True
 
     def distance(self, key: int) -> int:
-        """Number of uses from now to that of `key`; `UNKNOWN` if no step is known to use it."""
+        """Return the number of uses until that of `key`; `UNKNOWN` if `key` is not in the sequence."""
         places = self._places.get(key)
         if not places:
             return UNKNOWN
@@ -78,7 +78,7 @@ class UseSequence:
         return places[at] - self._at if at < len(places) else len(self._expected) - self._at + places[0]
 
     def upcoming(self) -> Iterator[int]:
-        """Yield the keys that are used next, each once: those of the rest of this step, then those of the next one."""
+        """Yield the keys of the coming uses, each once: first those of the rest of this step, then those of the next step."""
         found: set[int] = set()
         for place in chain(range(self._at, len(self._expected)), range(self._at)):
             if (key := self._expected[place]) not in found:
@@ -96,32 +96,32 @@ class UseSequence:
 _log = logging.getLogger(__name__)
 
 NEXT_USES = 4
-"""Number of next keys that come back ahead of their use, and leave only if nothing else can. Measured: simulated steps of the
-demo's GPT with parameters swapped, 8 layers of width 384 on an A100, half of the peak as budget: 20.0 ms; 20.4 ms if none of
-them is kept. Width 256 on an H200, a third: 10.4 ms; 10.6 ms with 32 that come back ahead, 10.9 ms without a limit."""
+"""Number of coming keys that are prefetched, and freed only if no other can be. Measured: simulated steps of the demo's GPT
+with parameters swapped, 8 layers of width 384 on an A100, half of the peak as budget: 20.0 ms; 20.4 ms if they may be freed.
+Width 256 on an H200, a third: 10.4 ms; 10.6 ms with 32 prefetched keys, 10.9 ms without a limit."""
 
 
 class Window:
     """Storages that share `limit_bytes` of device memory. Not thread-safe: hold the executor's lock, except for `settle`."""
 
     def __init__(self, home: Home, *, limit_bytes: int, note_taken: Callable[[int], None]) -> None:
-        """`note_taken(nbytes)` is called for all memory that it allocates."""
+        """`note_taken(nbytes)`: called for all memory that the window allocates."""
         self._home = home
         self._note_taken = note_taken
         self.limit_bytes = limit_bytes
         self._counted_bytes = limit_bytes
-        """Initial limit: traces count it, so readings of memory do too, even if the limit has changed."""
+        """Initial limit. Traces include it, so readings of memory include it too, even after the limit has changed."""
         self.sequence = UseSequence()
         self._entries: dict[int, HostedStorage] = {}
         """Entries by the id of their storage."""
         self._by_key: dict[int, HostedStorage] = {}
         self._there: dict[int, HostedStorage] = {}
-        """Entries with device memory, by their place in the order of all that were added: a step asks for them often."""
+        """Entries with device memory, by their number in the order of `add`. Stored, because a step reads them often."""
         self._added = self._all_bytes = self._resident_bytes = 0
         self._deaths: deque[tuple[int, int, weakref.ref[torch.UntypedStorage]]] = deque()
         self._node: object = None
         self._of_node: list[HostedStorage] = []
-        """Entries used by the autograd node that runs now, `_node`: it needs all of them at once, and no watch sees it run."""
+        """Entries used by the running autograd node, `_node`. The node needs all of them at the same time."""
 
     # --- contents
 
@@ -132,11 +132,11 @@ class Window:
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes to count for its storages: the initial limit, and their excess over the current limit."""
+        """Bytes to count for the window: the initial limit, plus the excess of its storages over the current limit."""
         return self._counted_bytes + max(0, self.resident_bytes - self.limit_bytes)
 
     def beside_bytes(self, hbm_budget_bytes: int, limit_bytes: int) -> int:
-        """Budget for a user that counts the window as `charged_bytes`, if the window's limit is `limit_bytes`."""
+        """Return the budget for an executor that counts the window as `charged_bytes`, with `limit_bytes` as its limit."""
         return hbm_budget_bytes - limit_bytes + self._counted_bytes
 
     @property
@@ -145,12 +145,12 @@ class Window:
         return list(self._entries.values())
 
     def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
-        """Find the entry of a storage. Keyed by the object's id, compared by a weak reference: ids are recycled."""
+        """Return the entry of a storage, or None. Looked up by id, confirmed by a weak reference, because ids are reused."""
         entry = self._entries.get(id(storage))
         return entry if entry is not None and entry.ref() is storage else None
 
     def add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
-        """Add the storage of `t`, which is on the device and not in the window."""
+        """Add the storage of `t`, which is on the device and not in the window yet."""
         self.settle()
         number, place = id(t.untyped_storage()), self._added
         entry = HostedStorage(
@@ -170,7 +170,7 @@ class Window:
         return entry
 
     def settle(self) -> None:
-        """Forget the storages that have died."""
+        """Remove the entries of storages that were freed by their users."""
         while self._deaths:
             number, place, ref = self._deaths.popleft()
             entry = self._entries.get(number)
@@ -184,14 +184,14 @@ class Window:
                     self._resident_bytes -= entry.charged_bytes
 
     def clear(self) -> None:
-        """Forget all entries and free their host memory: their storages stay in their current place."""
+        """Remove all entries and free their host memory. The storages stay as they are."""
         for entries in (self._entries, self._by_key, self._there):
             entries.clear()
         self.leave_node()
         self._all_bytes = self._resident_bytes = 0
 
     def _note_resident(self, number: int, place: int, nbytes: int) -> None:
-        """Note that the entry `number` allocated (positive) or freed (negative) `nbytes`."""
+        """Note that entry `number` allocated (positive) or freed (negative) `nbytes`."""
         if nbytes < 0:
             self._there.pop(place, None)
         elif (entry := self._entries.get(number)) is not None:
@@ -229,8 +229,8 @@ class Window:
         self.prefetch(compute, keep=entries)
 
     def send_out(self, entries: Iterable[HostedStorage]) -> None:
-        """Queue the copies out of `entries`, if not everything fits and as far as the host takes them. They stay on the device
-        until their memory is needed."""
+        """Queue the copies out of `entries`, unless everything fits or the host has no room. The device memory is kept until it
+        is needed."""
         if self._all_bytes <= self.limit_bytes:
             return
         for entry in entries:
@@ -248,14 +248,14 @@ class Window:
             )
 
     def _choices(self, keep: Collection[HostedStorage]) -> list[HostedStorage]:
-        """Storages with device memory that may leave, besides `keep` and those of the node that runs."""
+        """Return the storages whose device memory may be freed, except `keep` and those of the running node."""
         kept = {id(entry) for entry in (*keep, *self._of_node)}
         there = (self._there[place] for place in sorted(self._there))
         return [one for one in there if one.where is not Where.ON_HOST and id(one) not in kept and not one.is_refused]
 
     def _cost(self, entry: HostedStorage) -> int:
-        """Rank of the cost of its leaving now: 0 none, 1 wait for a running copy out, 2 a whole copy, 3 it is just coming
-        back."""
+        """Return the cost of freeing `entry` now: 0 none, 1 a wait for a running copy out, 2 a whole copy, 3 its copy back is
+        running."""
         if entry.where is Where.COMING:
             return 3
         if entry.where is Where.LEAVING:
@@ -267,9 +267,9 @@ class Window:
         """Free the device memory of `entry`, after a copy out if one is needed. A storage that cannot be resized stays."""
         compute = self._home.context.streams.current()
         entry.arrive(compute)
-        if (storage := entry.ref()) is None:  # it died when its arrival dropped the last reference
+        if (storage := entry.ref()) is None:  # `arrive` dropped its last reference
             return
-        if not storage.resizable():  # other code uses its memory, for example a NumPy array
+        if not storage.resizable():  # other code uses the memory, for example a NumPy array
             entry.swap_in(compute)
             entry.is_refused = True
             return
@@ -289,7 +289,7 @@ class Window:
             metrics.warn(_log, "chameleon_mm: %s of %d bytes stay on the device: %s", entry.what, entry.nbytes, str(refusal))
 
     def prefetch(self, compute: Stream, *, keep: Collection[HostedStorage]) -> None:
-        """Queue the copies back of the next keys, into memory that is free or can be freed without a wait."""
+        """Queue the copies back of the coming keys, into memory that is free or can be freed without a wait."""
         self.settle()
         for key in islice(self.sequence.upcoming(), NEXT_USES):
             entry = self._by_key.get(key)
@@ -303,7 +303,7 @@ class Window:
                 return
 
     def _room_was_made_for(self, wanted: HostedStorage, keep: Collection[HostedStorage]) -> bool:
-        """Free, without a wait, storages used later than `wanted`, until it fits. Return True if it does."""
+        """Free, without a wait, storages used later than `wanted`, until `wanted` fits. Returns True if it fits."""
         distance = self.sequence.distance
         until = distance(wanted.key)
         while self.resident_bytes + wanted.charged_bytes > self.limit_bytes:
@@ -314,21 +314,20 @@ class Window:
         return True
 
 
-# --- Device memory as an executor sees it next to a window: the window counts as all the memory set aside for it.
+# --- Device memory as an executor reads it: the window always counts with its full size.
 #
-# So storages that come and go in the window are no growth of the model for readers of memory, and take nothing from the plan's
-# share.
+# So swaps inside the window are no growth of the model for readers of memory, and take nothing from the plan's share.
 
 
 class DeviceBesideWindow:
-    """A device whose memory readings count a window at its full size. All else is the device's own."""
+    """Device whose memory readings count a window at its full size. All other members are the device's own."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.window: Callable[[], Window | None] = lambda: None
-        """Returns the window to count, for as long as there is one."""
+        """Function that returns the window to count, or None."""
         self._taken_bytes = 0
-        """Total bytes that the window has allocated."""
+        """Total bytes that the window has allocated so far."""
 
     def note_taken(self, nbytes: int) -> None:
         self._taken_bytes += nbytes
@@ -346,7 +345,7 @@ class DeviceBesideWindow:
         return self.read_memory
 
     def cumulative_offset(self) -> int:
-        """0: `read_memory` lacks nothing."""
+        """Return 0, because `read_memory` is complete."""
         return 0
 
     def _beside(self) -> int:

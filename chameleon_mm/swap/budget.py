@@ -1,15 +1,15 @@
-"""Keep the allocated device memory within a budget: reclaim storages whose bytes the host has, or soon will have.
+"""Keep the allocated device memory within a budget, by reclaiming storages whose bytes the host has or will have soon.
 
     check_memory()         # before the model goes on: allocated + growth until the next check <= budget ?
-        no -> 1. reclaim storages on their way out, oldest first           (compute waits for their copies; no new bytes cross)
-              2. drop storages that were swapped in, latest next use first (their host copies are still good)
-              3. pack the small storages that wait for others of their kind
-              4. swap out those that stayed, or whose swap-out a use cancelled: to pageable memory if no more can be pinned
+        no -> 1. reclaim storages that are being copied out, oldest first   (compute waits for the copies; no new bytes cross)
+              2. drop storages that were swapped in, latest next use first (their host copies are still valid)
+              3. pack the small storages that wait for other small ones
+              4. swap out storages that stayed, or whose swap-out was cancelled; to pageable memory if none can be pinned
     room_for(nbytes)       # may a prefetch take this much now?
-    note_allocated(nbytes) # a swap-in was allocated: this is no growth of the model
+    note_allocated(nbytes) # count a swap-in, which is not growth of the model
 
-A check reads the allocator once, unless something is reclaimed: a reading costs more than the rest of a hook.
-A `Forecast` gives the growth of the model's allocation until the next check. The budget leaves that much free.
+A check reads the allocator once, and again only after reclaiming: one reading costs more than the rest of a hook. A `Forecast`
+gives the growth of the model's allocation until the next check. The budget leaves that much free.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
 from chameleon_mm.units import allocated_size, format_size, is_auto, parse_budget, share_of
 
-# --- Budget of a session, as people write it
+# --- Budget of a session, as the user writes it
 
 
 class BudgetTaken(NamedTuple):
-    """Budget of device memory, as it was found."""
+    """Budget of device memory, in bytes, with its origin."""
 
     nbytes: int
     how: str = ""
-    """Sentence about what it is a share of; empty: it was given in bytes."""
+    """Sentence that names the memory of which the budget is a share; empty if it was given in bytes."""
 
 
 def take_budget(budget: float | str, device: Device) -> BudgetTaken:
-    """Find the budget that `budget` is on `device`. "auto": what the device has free now and this process holds there, less a
-    tenth. A share is one of the same memory. Raises as `parse_budget` does."""
+    """Convert `budget` to bytes on `device`. A share is a share of the memory that is free now or held by this process there.
+    "auto" is nine tenths of it. Raises as `parse_budget` does."""
     given = DEFAULT_BUDGET_SHARE if is_auto(budget) else budget
     share = share_of(given, "hbm_budget")
     if share is None:
@@ -61,7 +61,7 @@ def take_budget(budget: float | str, device: Device) -> BudgetTaken:
     )
 
 
-# --- Check of a session's budget against the memory in use, before the session starts anything
+# --- Check of a session's budget against the memory in use, before the session starts
 
 
 def check_budget(
@@ -73,10 +73,10 @@ def check_budget(
     window_bytes: int,
     checksum_bytes: int,
 ) -> None:
-    """Raise `InfeasibleBudget` if the tensors that never move already fill the budget.
+    """Raise `InfeasibleBudget` if tensors that never move fill the budget.
 
-    `tensors`: parameters and buffers. `movable_bytes`: allocated bytes that will leave the device. `window_bytes`: memory set
-    aside for parameters and gradients that come and go. `checksum_bytes`: memory for `verify=True`.
+    `tensors`: parameters and buffers. `movable_bytes`: allocated bytes that will leave the device. `window_bytes`: memory
+    reserved for swapped parameters and gradients. `checksum_bytes`: memory for `verify=True`.
     """
     named = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
     held = max(named, device.allocated_bytes() - movable_bytes) + window_bytes + checksum_bytes
@@ -93,15 +93,15 @@ def check_budget(
 # --- budget
 
 UNKNOWN_SHARE = 0.5
-"""Share of the budget above which unpinnable saved tensors go to slow pageable memory while the growth is unknown. The rest is
-for the growth until the next check: an operator's result and its temporaries."""
+"""Share of the budget above which unpinnable saved tensors go to slow pageable memory while the growth is unknown. The other
+half is for the growth until the next check: an operator's result and its temporaries."""
 
 PREFETCH_HORIZON = 8
-"""Checks ahead whose growth a prefetch leaves free: what is prefetched stays on the device at least until the next uses."""
+"""Number of coming checks whose growth a prefetch leaves free. A prefetched storage stays on the device until its use."""
 
 Forecast = Callable[[int], "int | None"]
-"""Function that returns the most bytes that the model allocates until any of so many checks of memory after the next one; None:
-unknown."""
+"""Function of a number n: maximum bytes by which the model's allocation grows until any of the n checks after the next one;
+None: unknown."""
 
 _Made = TypeVar("_Made")
 
@@ -112,15 +112,15 @@ class PendingSwapOuts(Protocol):
     """Interface of the object that swaps saved storages out."""
 
     def pack_small(self) -> None:
-        """Swap out the small storages that wait for others of their kind."""
+        """Swap out the small storages that wait to be packed."""
 
     def is_over(self, saved: SavedStorage) -> bool:
-        """True if the operator that saved it last is over."""
+        """True if the operator that saved `saved` last is over."""
 
 
 def swap_out_now(saved: SavedStorage) -> None:
-    """Swap a storage out to pinned memory, else to pageable memory, and reclaim its device memory at once. Raises
-    `TransferFailed`, and `HostMemoryExhausted` if the host has neither."""
+    """Swap a storage out to pinned memory, or to pageable memory if none can be pinned. Reclaim its device memory at once.
+    Raises `TransferFailed`, or `HostMemoryExhausted` if the host has no memory of either kind."""
     with suppress(HostMemoryExhausted):
         saved.swap_out()
     if saved.state is State.ON_DEVICE:
@@ -141,24 +141,24 @@ class Budget:
         storages: Callable[[], Iterable[SavedStorage]],
         swap_outs: Callable[[], PendingSwapOuts | None],
     ) -> None:
-        """`storages()`: all claimed storages. `swap_outs()`: the object that swaps storages out, or None once it is gone."""
+        """`storages()`: all claimed storages. `swap_outs()`: the object that swaps storages out, or None once it is freed."""
         self.reclaim = ReclaimQueue()
-        """Storages swapped out by the default rule: reclaimed once their copies are complete."""
+        """Storages swapped out by the default rule, to be reclaimed once their copies are complete."""
         self.planned = ReclaimQueue()
-        """Storages swapped out by a plan: reclaimed when the plan says so, or under pressure."""
+        """Storages swapped out by a plan, to be reclaimed at the plan's hook or under pressure."""
         self.lending: Lending | None = None
-        """Lends storages on their way out to the device's allocator; None if the allocator has no hook."""
+        """Loans of storages to the device's allocator while they are copied out; None if the allocator has no hook."""
         self.headroom = Headroom()
         self.way: Way | None = None
-        """Way that the step follows, whose plan has room for what comes; None: `expect` was given another forecast since."""
+        """Compiled plan that the step follows, with room for the model's growth; None if `expect` set a forecast since."""
         self._forecast: Forecast = self.headroom.need
         self.has_room_ahead = True
-        """True if the growth until the next check fits, a plan's copies back included. An unknown growth counts as 0."""
+        """True if the growth until the next check fits, including a plan's copies back. Unknown growth counts as 0."""
         self.wanted_bytes = 0
-        """Bytes allocated at the last check before it made room, and the forecast growth, if that passed the budget; else 0.
-        Whoever has read it sets it to 0."""
+        """Bytes allocated at the last check before it made room, plus the forecast growth, if the sum exceeds the budget; else
+        0. The reader sets it to 0."""
         self.peak_watch = PeakWatch(0)
-        """Watch of the peak since the step's beginning, or another moment that its owner chose."""
+        """Watch of the memory peak since the step began, or since another moment that its owner chose."""
         self._device = device
         self._limits = limits
         self._order = order
@@ -172,7 +172,7 @@ class Budget:
 
     @property
     def hbm_budget_bytes(self) -> int:
-        """Budget in bytes; without a budget, more than any device has."""
+        """Budget in bytes; without a budget, a number larger than any device memory."""
         return _NO_BOUND if self._limits.hbm_budget_bytes is None else self._limits.hbm_budget_bytes
 
     def change_budget(self, hbm_budget_bytes: int) -> None:
@@ -194,14 +194,14 @@ class Budget:
             self.reclaim.reclaim_until(lambda: self.reclaim.pending_bytes <= allowed)
         if (budget := self._limits.hbm_budget_bytes) is None:
             if self.lending is not None:
-                self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: assume that it is short
+                self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: assume it is short
             return 0
         growth = self._note_growth()
         seen_bytes = self._allocated - self._unused
         if (metrics := self._metrics).timed:
             metrics.memory.append((self._device.host_us, seen_bytes, metrics.pinned_units()))
-        # A plan is held to the budget too: memory that hooks do not see, such as an input that is kept, may take its room.
-        # A plan's growth includes its own reclaims and prefetches at that hook.
+        # A planned step must keep the budget too: memory that hooks do not see, such as a kept input, may use its room. A
+        # plan's growth includes its own reclaims and prefetches at that hook.
         ahead = self._forecast(0) if (way := self.way) is None else way.growth_bytes
         if self.lending is not None:
             self.lending.set_limits(budget, ahead, allocated_bytes=self._allocated)
@@ -217,7 +217,7 @@ class Budget:
         return self._allocated
 
     def peak_allocated_bytes(self) -> int:
-        """Most bytes allocated on the device, as far back as the device knows."""
+        """Maximum bytes allocated on the device since its peak was last reset."""
         return self._device.peak_allocated_bytes()
 
     def fits_now(self, nbytes: int) -> bool:
@@ -225,8 +225,8 @@ class Budget:
         return self._limits.hbm_budget_bytes is None or self.allocated_bytes() + allocated_size(nbytes) <= self.hbm_budget_bytes
 
     def spare_bytes(self) -> int:
-        """Bytes that may be allocated for a moment, in addition to the model's growth. Reads memory if there is a budget:
-        operators may have allocated since the last check."""
+        """Bytes that may be allocated for a moment, besides the model's growth. Reads the allocator if there is a budget,
+        because operators may have allocated since the last check."""
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return _NO_BOUND
@@ -242,19 +242,19 @@ class Budget:
     # --- forecast
 
     def expect(self, forecast: Forecast) -> None:
-        """From now on the step follows no plan, and `forecast` tells how far the model's allocation grows."""
+        """Note that the step follows no plan from now on, and use `forecast` for the growth of the model's allocation."""
         self.way, self._forecast = None, forecast
 
     def growth(self, checks: int = 0) -> int | None:
-        """Most bytes that the model allocates until the next check of memory, or until any of the next `checks`, beyond what a
-        plan has room for; None: unknown."""
+        """Maximum bytes by which the model's allocation grows until the next check of memory, or until any of `checks` more
+        checks. Growth that a plan includes is not counted. None: unknown."""
         return self._forecast(checks) if self.way is None else 0
 
-    # --- checks made elsewhere
+    # --- checks made by the loop
 
     @property
     def cumulative_bytes(self) -> int | None:
-        """Cumulative bytes at the last check of this step, or as it began; None: nobody read them."""
+        """Cumulative bytes at the last check of this step, or at its beginning; None if they were not read."""
         return self._cumulative_at_begin if self._cumulative is None else self._cumulative
 
     @property
@@ -268,8 +268,8 @@ class Budget:
         return self._taken
 
     def note_checks(self, growths: Sequence[int], *, allocated: int, cumulative: int, taken: int, peak: int, seen: int) -> None:
-        """Record checks of memory made elsewhere, with the growth at each and the last one's readings. `peak`, `seen`: the last
-        reading of the device's peak, and the most bytes allocated at any of them."""
+        """Record checks of memory made by the loop: the growth at each, and the readings of the last. `peak`: last reading of
+        the device's peak. `seen`: maximum of the bytes allocated at these checks."""
         for growth in growths if self._cumulative is not None else growths[1:]:
             self.headroom.record(growth)
         if growths:
@@ -278,13 +278,13 @@ class Budget:
         self._allocated, self._taken = allocated, taken
 
     def note_allocated(self, nbytes: int) -> None:
-        """Count a swap-in of `nbytes` as allocated, and not as growth of the model."""
+        """Count `nbytes` as allocated by a swap-in, not as growth of the model."""
         rounded = allocated_size(nbytes)
         self._taken += rounded
         self._allocated += rounded
 
     def allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
-        """Call `allocate` as `retry` does, and count its `nbytes` as a swap-in."""
+        """Call `allocate` as `retry` does, and count the `nbytes` as a swap-in."""
         made = self.retry(allocate, exclude=exclude)
         self.note_allocated(nbytes)
         return made
@@ -292,7 +292,7 @@ class Budget:
     def retry(self, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
         """Call `allocate`. If there is no memory, reclaim all but `exclude` and call it again. Raises OutOfMemoryError."""
         made = None
-        with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
+        with suppress(torch.OutOfMemoryError):  # retry after this block: the traceback would keep tensors alive
             made = allocate()
         if made is None:
             self._metrics.totals.oom_retries += 1
@@ -302,7 +302,7 @@ class Budget:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Context of a replay: memory allocated inside, freed again or not, is no growth of the model."""
+        """Context for a replay. Memory allocated inside does not count as growth of the model."""
         if self._limits.hbm_budget_bytes is None:
             yield
             return
@@ -315,10 +315,10 @@ class Budget:
             self._allocated = now.allocated_bytes
 
     def make_room(self, nbytes: int, *, exclude: Collection[SavedStorage], is_planned: bool = False) -> None:
-        """Reclaim until `nbytes` and the growth until the next check fit, or nothing is left to reclaim; never `exclude`.
-        `is_planned`: the growth of the plan that the step follows already includes these bytes.
+        """Reclaim until `nbytes` plus the growth until the next check fit, or nothing is left to reclaim. Never reclaim
+        `exclude`. `is_planned`: the growth of the plan that the step follows already includes these bytes.
 
-        Raises `HostMemoryExhausted` if allocation exceeds the budget because the host takes no more, pinned or pageable.
+        Raises `HostMemoryExhausted` if allocation exceeds the budget because the host has no memory, pinned or pageable.
         """
         nbytes = allocated_size(nbytes)
         ahead = self.growth() if is_planned or self.way is None else self.way.growth_bytes
@@ -349,7 +349,7 @@ class Budget:
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return None
-        if growth_bytes is None and len(self.reclaim):  # growth unknown: reclaim all that is on its way out
+        if growth_bytes is None and len(self.reclaim):  # growth unknown: reclaim all that is being copied out
             self.reclaim.reclaim_until(lambda: False)
             self._allocated = self._device.allocated_bytes()
         limit = budget - nbytes - (growth_bytes or 0)
@@ -361,7 +361,7 @@ class Budget:
             return self._allocated <= limit
 
         refused = self._reclaim_until(enough, exclude)
-        enough()  # read memory again: the last reclaim counts as well
+        enough()  # read the allocator again, to include the last reclaim
         return refused
 
     @property
@@ -375,12 +375,12 @@ class Budget:
         return self.growth_is_unknown and self._allocated > (self._limits.hbm_budget_bytes or 0) * UNKNOWN_SHARE
 
     def reclaim_all(self, exclude: Collection[SavedStorage]) -> None:
-        """Reclaim all reclaimable storages but `exclude`, after a failed allocation."""
+        """Reclaim all reclaimable storages except `exclude`, after a failed allocation."""
         self._reclaim_until(lambda: False, exclude)
 
     def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
-        """Reclaim the storages on their way out, else one more storage that is not in `busy`, after a failed allocation of
-        about `nbytes`. Returns True if anything was reclaimed."""
+        """Reclaim memory after a failed allocation of about `nbytes`: the storages being copied out, or if there are none, one
+        storage that is not in `busy`. Returns True if anything was reclaimed."""
         if len(self.reclaim) or len(self.planned):
             self.reclaim_pending()
             return True
@@ -399,12 +399,12 @@ class Budget:
         return False
 
     def _restored(self) -> list[SavedStorage]:
-        """Storages that both host and device hold, the one with the latest next use first."""
+        """Return the storages that both host and device hold, latest next use first."""
         both = [saved for saved in self._storages() if saved.state in (State.SWAPPING_IN, State.RESTORED)]
         return sorted(both, key=lambda saved: self._order.rank(saved.index), reverse=True)
 
     def _resident(self) -> list[SavedStorage]:
-        """Storages that are on the device alone and may be copied."""
+        """Return the storages that are only on the device and may be copied."""
         outs = self._swap_outs()
         return [
             saved
@@ -413,7 +413,7 @@ class Budget:
         ]
 
     def room_for(self, nbytes: int) -> bool:
-        """True if a prefetch of `nbytes` leaves room for the model's growth."""
+        """True if a prefetch of `nbytes` leaves enough room for the model's growth."""
         if self._limits.ahead_bytes is not None:
             ahead = sum(allocated_size(saved.nbytes) for saved in self._storages() if saved.state is State.SWAPPING_IN)
             if ahead + allocated_size(nbytes) > self._limits.ahead_bytes:
@@ -421,7 +421,7 @@ class Budget:
         return allocated_size(nbytes) <= self.spare_until_used_bytes()
 
     def end_step(self, *, completed: bool) -> int:
-        """End the step, and learn its growth if it `completed`. Returns the bytes allocated as `check_memory` does."""
+        """End the step, and learn its growth if it `completed`. Returns the same bytes as `check_memory`."""
         growth = self._note_growth() if self._cumulative is not None else 0
         self._cumulative = self._cumulative_at_begin = None
         self.headroom.end_step(completed=completed)
@@ -438,17 +438,17 @@ class Budget:
         return growth
 
     def reclaim_pending(self) -> None:
-        """Reclaim all storages on their way out."""
+        """Reclaim all storages that are being copied out."""
         self.reclaim.reclaim_until(lambda: False)
         self.planned.reclaim_until(lambda: False)
 
     def _reclaim_until(self, enough: Callable[[], bool], exclude: Collection[SavedStorage]) -> str | None:
         """Reclaim until `enough()`. Returns the host's refusal if the host took no more, else None.
 
-        A storage that moves in part goes only if its staying bytes have room. While the budget is exceeded, it goes anyway.
+        A storage that moves in part is reclaimed only if its staying bytes have room, or if the budget is exceeded now.
         """
         self.reclaim.reclaim_until(enough)
-        # Storages that move whole go first: the others need memory for their staying bytes before they go.
+        # Storages that move whole come first: the others need memory for their staying bytes before they are freed.
         self.planned.reclaim_some_until(enough, _is_whole)
         self.planned.reclaim_some_until(enough, self._can_go)
         if enough():
@@ -479,7 +479,7 @@ class Budget:
     def _drop_restored_until(
         self, enough: Callable[[], bool], exclude: Collection[SavedStorage], some: Callable[[SavedStorage], bool]
     ) -> None:
-        """Drop restored storages that satisfy `some`, until `enough()`; never `exclude`."""
+        """Drop restored storages for which `some` is true, until `enough()`. Never drop `exclude`."""
         for saved in self._restored():
             if enough():
                 return
@@ -489,7 +489,7 @@ class Budget:
                 saved.drop_restored()
 
     def _can_go(self, entry: Reclaimable) -> bool:
-        """True if no bytes of it stay on the device, or there is room for them now."""
+        """True if no bytes of the storage stay on the device, or there is room for them now."""
         return _is_whole(entry) or self.fits_now(allocated_size(_staying_bytes(entry)))
 
 
@@ -498,5 +498,5 @@ def _is_whole(entry: Reclaimable) -> bool:
 
 
 def _staying_bytes(entry: Reclaimable) -> int:
-    """Bytes of a storage that stay on the device, in a buffer of their own, when it is reclaimed."""
+    """Return the number of bytes that stay in a buffer on the device when the storage is reclaimed."""
     return entry.form.device_bytes if isinstance(entry, SavedStorage) else 0

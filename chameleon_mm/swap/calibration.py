@@ -1,7 +1,7 @@
-"""Measure the copy rates of a link, and the operators of a device that replay to the same bits. Keep the results on disk.
+"""Measure the copy rates of a link, and find operators of a device that replay bit for bit. Keep the results on disk.
 
     rates = calibrate(device)           # GB/s each way alone, and both ways at once
-    keep(device, "link", rates)         # for later processes
+    keep(device, "link", rates)         # store them for later processes
 
 All work goes through the device protocol. A simulated device is measured in virtual time, and gives the same rates each time.
 """
@@ -28,15 +28,15 @@ from chameleon_mm.files import cache_folder, read_file, write_file
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import MIB
 
-# --- Results of measurements, kept from one process to the next: a JSON file for each kind, device and driver
+# --- Results of measurements, kept for later processes: a JSON file per kind, device and driver
 #
-# A simulated device has no file: it is quick to measure again. An unreadable file is ignored, with a warning in the log.
+# A simulated device has no file, because measuring it is quick. An unreadable file is ignored, with a warning in the log.
 
 _log = logging.getLogger(__name__)
 
 
 def kept(device: Device, kind: str) -> dict[str, Any] | None:
-    """Values of this kind for this device under this driver and this version of torch; None if there are none."""
+    """Return the stored values of `kind` for `device`, its driver and this version of torch; None if there are none."""
     if device.simulated:
         return None
     try:
@@ -50,7 +50,7 @@ def kept(device: Device, kind: str) -> dict[str, Any] | None:
 
 
 def keep(device: Device, kind: str, values: Mapping[str, Any]) -> bool:
-    """Write `values`, which JSON can hold. Returns False for a simulated device, and if the disk refuses, which is logged."""
+    """Write `values` as JSON. Returns False for a simulated device, or, with a log message, if writing fails."""
     if device.simulated:
         return False
     try:
@@ -63,13 +63,13 @@ def keep(device: Device, kind: str, values: Mapping[str, Any]) -> bool:
 
 
 def cache_file(device: Device, kind: str) -> Path:
-    """Path of the file of that kind for that device and its driver. Raises as `cache_folder` does."""
+    """Return the path of the file of `kind` for `device` and its driver. Raises as `cache_folder` does."""
     name, driver = (re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") for text in (device.name, device.driver))
     return cache_folder() / f"{kind}-{name}-{driver}.json"
 
 
 def _about(device: Device) -> dict[str, str]:
-    """Facts that the values depend on: the device, its driver, and the version of torch."""
+    """Return the facts on which the values depend: the device, its driver, and the version of torch."""
     return {"device": device.name, "driver": device.driver, "torch": str(torch.__version__)}
 
 
@@ -80,7 +80,7 @@ _PIECES = 4
 _ROUNDS = 5
 
 Way = tuple[Stream, Tensor, Tensor]
-"""A direction: its stream, destination and source."""
+"""Direction of a copy: its stream, destination and source."""
 
 
 def calibrate(device: Device) -> dict[str, float]:
@@ -98,15 +98,15 @@ def calibrate(device: Device) -> dict[str, float]:
         for _ in range(2):
             hbm.append(compute.alloc(_PIECE_BYTES))
             stack.callback(compute.free, hbm[-1])
-        stack.callback(device.synchronize)  # called first: no copy runs any more when its memory is freed
+        stack.callback(device.synchronize)  # called first, so that all copies end before their memory is freed
         out, back = (d2h, hosts[0], hbm[0]), (h2d, hbm[1], hosts[1])
         rounds = [[_rate(device, compute, ways) for ways in ([back], [out], [back, out])] for _ in range(1 + _ROUNDS)]
     return dict(zip(("h2d_gbps", "d2h_gbps", "duplex_gbps"), map(median, zip(*rounds[1:], strict=True)), strict=True))
 
 
 def busy_gbps(marks_us: Sequence[Sequence[float]], piece_bytes: int) -> float:
-    """Combined rate in GB/s of several streams while all are busy. `marks_us`: for each stream, the time of its begin and the
-    times at which its pieces were complete."""
+    """Return the combined rate in GB/s of several streams while all are busy. `marks_us`: for each stream, the time of its
+    begin and the completion times of its pieces."""
     begin, end = max(marks[0] for marks in marks_us), min(marks[-1] for marks in marks_us)
     moved = 0.0
     for marks in marks_us:
@@ -117,11 +117,11 @@ def busy_gbps(marks_us: Sequence[Sequence[float]], piece_bytes: int) -> float:
 
 
 def _rate(device: Device, compute: Stream, ways: Sequence[Way]) -> float:
-    """Combined rate in GB/s of all `ways`, while every one of them is busy."""
+    """Return the combined rate in GB/s of all `ways` while all are busy."""
     start = compute.record(timed=True)
     events: list[list[Event]] = [[] for _ in ways]
     for stream, _, _ in ways:
-        stream.wait(start)  # orders the copies after all earlier work, and their time after `start`
+        stream.wait(start)  # orders the copies, and their times, after `start` and all earlier work
     for i in range(_PIECES + 1):
         for (stream, dst, src), recorded in zip(ways, events, strict=True):
             if i:
@@ -131,26 +131,26 @@ def _rate(device: Device, compute: Stream, ways: Sequence[Way]) -> float:
     return busy_gbps([[event.elapsed_us(start) for event in recorded] for recorded in events], _PIECE_BYTES)
 
 
-# --- Probe: which matrix products and convolutions give the same bits when they run again on one device
+# --- Probe: find the matrix products and convolutions that give the same bits when they run again on a device
 #
-# Each product runs several times on the same inputs, with results in other memory, for sizes that use several kernels. Results
-# are kept in a file as above, for each device, driver and version of torch. The operators of a simulated device are the CPU's:
-# its results are kept for the process alone.
+# Each product runs several times on the same inputs, with results in different memory, for sizes that use several kernels.
+# Findings are kept in a file as above, for each device, driver and version of torch. A simulated device runs the CPU's
+# operators; its findings are kept only for the process.
 
 _KIND = "replays"
 
 _REPEATS = 3
 
 _SIZES = ((64, 4096, 64), (256, 512, 384), (33, 77, 129), (1, 2048, 512))
-"""Rows, summed length and columns of the products: long sums that a kernel may split, whole tiles, odd sizes, and a vector."""
+"""Rows, inner length and columns of the products: long sums that a kernel may split, whole tiles, odd sizes, a vector."""
 
 _known: dict[tuple[str, str], frozenset[str]] = {}
-"""Products that gave the same bits, as found or loaded in this process, by device and driver."""
+"""Products that gave the same bits, by device and driver, measured or loaded in this process."""
 
 
 def replayable_on(device: Device) -> frozenset[str]:
-    """Base names of the operators that may run again on `device`. The first call tries the products, which takes less than 1 s
-    and 16 MiB of device memory. Without that memory no product is admitted."""
+    """Return the base names of the operators that may run again on `device`. The first call tries the products, which takes
+    less than 1 s and 16 MiB of device memory. Without that memory no product is admitted."""
     key = device.name, device.driver
     if key not in _known:
         products = (kept(device, _KIND) or {}).get("exact_products")
@@ -163,7 +163,7 @@ def replayable_on(device: Device) -> frozenset[str]:
 
 
 def exact_products(device: Device) -> frozenset[str]:
-    """Base names of the products that gave the same bits each time."""
+    """Return the base names of the products that gave the same bits each time."""
     differing, tried = set[str](), set[str]()
     try:
         for dtype in (torch.float32, torch.bfloat16):
@@ -196,12 +196,12 @@ def _is_exact(calls: Iterable[Callable[[], Tensor]], dtype: torch.dtype) -> bool
 
 def _gives_the_same(call: Callable[[], Tensor]) -> bool:
     first = call()
-    others = [call() for _ in range(_REPEATS)]  # all of them are held, so that each lies in other memory
+    others = [call() for _ in range(_REPEATS)]  # all are held, so that each has different memory
     return all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in others)
 
 
 def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[str, ...], Iterator[Callable[[], Tensor]]]]:
-    """Yield base names of products, and calls of them in `dtype`, each on inputs of its own."""
+    """Yield base names of products, and calls of these products in `dtype`, each with its own inputs."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -1,17 +1,17 @@
 """State of the calling thread: its operator, its compute stream, torch's profiler.
 
     now = current_operator()     # in a save hook: equal for all saves of one operator, and different for other operators
-    call_site()                  # the Python frame that calls the operator
-    made_before(t, now)          # True if an earlier operator made `t`, so that this one received it
+    call_site()                  # the Python frame that called the operator
+    made_before(t, now)          # True if an earlier operator made `t`, so that this operator received it
     compute = streams.current()              # at every save and use of a tensor that moves: the calling thread's stream
-    streams.join_all(alloc_stream)           # before a saved storage is dropped: orders later work after all work so far
+    streams.join_all(alloc_stream)           # before a saved storage is dropped: orders later work after all earlier work
     with annotation("chameleon::swap_out"):  # a range in `torch.profiler`'s trace, if the profiler runs
 
 Autograd's sequence number identifies the operator: Note [Swap-out].
 
-A caching allocator returns a dropped block to the stream that allocated it. Another stream may have saved the tensor, and torch
-does not name the allocating stream. In eager the graph keeps the block until backward. If the block is dropped in forward, its
-stream could overwrite it while a copy or another stream's kernel still reads it. So all streams are joined before the drop.
+The caching allocator returns a freed block to the stream that allocated it. Another stream may have saved the tensor, and torch
+does not tell which stream allocated it. In eager the graph keeps the block until backward. If we free the block in forward, its
+stream could overwrite it while a copy or another stream's kernel still reads it. So all streams are joined before that.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from chameleon_mm.device import Device, Event, Stream
 # --- calling thread
 
 sequence_nr = torch._C._autograd._get_sequence_nr
-"""Number of the thread's next differentiable op. It advances between the saves of one op and the next: Note [Swap-out]."""
+"""Number of the thread's next differentiable operator. It increases between the saves of one operator and the next."""
 
 _PACKAGE = Path(__file__).parents[1]
 _OF_HOOKS = (str(_PACKAGE / "swap"), str(Path(torch.__file__).parent / "_dynamo"))
-"""Paths of code that runs between the operator and a hook: this package's, and dynamo's, which keeps hooks uncompiled."""
+"""Paths of code that runs between the operator and a hook: this package's, and dynamo's (it keeps hooks uncompiled)."""
 
 CallSite = tuple[int, int]
-"""A running Python frame, by its id, and its latest instruction."""
+"""Id of a running Python frame, and its latest instruction."""
 
 OperatorNumber = tuple[int, int]
-"""A thread's number, and the number of its next differentiable operator while the operator in question runs."""
+"""Thread number, and the number of the thread's next differentiable operator while this operator runs."""
 
 
 class _Numbered(threading.local):
-    """Number of the calling thread, never reused. The system reuses a thread's identifier once the thread has ended."""
+    """Number of the calling thread, never reused. (The system reuses identifiers of ended threads.)"""
 
     numbers = itertools.count()
 
@@ -61,15 +61,15 @@ this_thread = _Numbered()
 
 
 def current_operator() -> OperatorNumber:
-    """Number of the operator whose save hook runs on the calling thread."""
+    """Return the number of the operator whose save hook runs on the calling thread."""
     return this_thread.number, sequence_nr()
 
 
 def call_site() -> CallSite | None:
-    """Python call site of the operator whose hook runs; None if C++ called it.
+    """Return the Python call site of the operator whose hook runs; None if C++ called the operator.
 
-    A custom function may run operators, write to a tensor, and then save it. The sequence number at that save is the one of the
-    last operator inside the function. Only the call site differs.
+    A custom function may run operators, write to a tensor, and then save it. That save has the sequence number of the last
+    operator inside the function. Only the call site differs.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OF_HOOKS):
@@ -78,13 +78,13 @@ def call_site() -> CallSite | None:
 
 
 def made_before(t: Tensor, operator: OperatorNumber) -> bool:
-    """True if an earlier differentiable operator returned `t`. A tensor without a node counts as made just now."""
+    """True if an earlier differentiable operator returned `t`. False for a tensor without a node."""
     node = t.grad_fn
     return node is not None and node._sequence_nr() < operator[1] - 1
 
 
 class ComputeStreams:
-    """Streams on which tensors may have been allocated. Not thread-safe: the executor holds its lock."""
+    """Compute streams seen so far, on which tensors may have been allocated. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -98,28 +98,28 @@ class ComputeStreams:
         return stream
 
     def is_one(self) -> bool:
-        """True if exactly one stream has been seen."""
+        """True if only one stream was seen so far."""
         return len(self._seen) == 1
 
     def is_only(self, stream: Stream) -> bool:
-        """True if `stream` has been seen, and no other."""
+        """True if `stream` is the only stream seen so far."""
         return len(self._seen) == 1 and self._seen[0] is stream
 
     def record_each(self) -> list[Event]:
-        """Record an event on each stream, after its work so far."""
+        """Record an event on each stream, after its earlier work."""
         return [stream.record() for stream in tuple(self._seen)]
 
     def join_all(self, alloc_stream: Stream) -> None:
-        """Order all streams after each other's work so far. Costs nothing while `alloc_stream` is the only one."""
+        """Order all streams after each other's earlier work. Does nothing if `alloc_stream` is the only stream."""
         if len(self._seen) == 1 and self._seen[0] is alloc_stream:
             return
         others = [other for other in self._seen if other is not alloc_stream]
         for other in others:
-            alloc_stream.wait(other.record())  # their work with a block -> later work on `alloc_stream`
+            alloc_stream.wait(other.record())  # work of other streams with a block -> later work on `alloc_stream`
         if others:
             so_far = alloc_stream.record()
             for other in others:
-                other.wait(so_far)  # any stream's work with it, awaited copies too -> its owner's next use of it
+                other.wait(so_far)  # all work with the block, awaited copies too -> its owner's next use
 
 
 profiler_is_on = torch._C._autograd._profiler_enabled
@@ -128,26 +128,26 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def annotation(name: str) -> AbstractContextManager[object]:
-    """Range of that name if torch's profiler runs on the calling thread, else an empty context, which costs 0.1 us."""
+    """Return a profiler range `name` if torch's profiler runs on the calling thread, else an empty context (0.1 us)."""
     return record_function(name) if profiler_is_on() else _NOTHING
 
 
-# --- At exit: wait until autograd's thread has released its Python objects
+# --- At exit: wait until autograd's device thread has released its Python objects
 #
-# A backward holds the hooks that were active around it, ours among them, and its final callbacks. The device's thread may be
-# the last to release them, after `backward` has returned. It takes the interpreter's lock for that. If the interpreter has
-# ended, torch 2.11 and 2.13 abort the process: "terminate called without an active exception".
+# A backward holds the hooks that were active around it, including ours, and its final callbacks. Autograd's device thread may
+# release them last, after `backward` has returned. For that it takes the interpreter's lock. If the interpreter has ended,
+# torch 2.11 and 2.13 abort the process: "terminate called without an active exception".
 
 
 @cache
 def let_go_at_exit(device: torch.device) -> None:
-    """Have the interpreter wait at exit until autograd's thread of `device` has released earlier backwards."""
+    """Let the interpreter wait at exit until autograd's thread of `device` has released earlier backwards."""
     if device.type != "cpu":  # on the CPU a backward runs on the thread that calls it
         atexit.register(_run_a_backward, device)
 
 
 def _run_a_backward(device: torch.device) -> None:
-    """Run a backward of no bytes. It runs after the thread's earlier work, launches nothing and holds no Python object."""
+    """Run a backward over zero bytes. It runs after the thread's earlier work, launches nothing and holds no Python object."""
     with suppress(RuntimeError):  # the device is lost, or this is a forked child
         x = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.backward(x.view(0), torch.empty(0, device=device))

@@ -1,10 +1,10 @@
-"""Checksums of device memory. Each stays in a slot on the device until the host reads many at once.
+"""Checksums of device memory. Each stays in a slot on the device, so that the host can read many at once.
 
     slot = checksums.start(buffer)          # enqueued on the current stream; the host does not wait
-    checksums.read([slot, other])           # copies their pages to the host, and waits until the latest checksum was taken
-    del slot                                # on any thread, at any moment
+    checksums.read([slot, other])           # copies their pages to the host, and waits for the latest checksum
+    del slot                                # frees the slot; on any thread, at any time
 
-A page has 512 slots. A kernel adds to a slot, so a page is set to zero before its slots are reused, when none of them is held.
+A page has 512 slots. A kernel adds to a slot, so a page is zeroed before its slots are reused, once none of them is held.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Page:
         self.clean: deque[int] = deque()
         """Numbers of the slots that are zero."""
         self.freed: deque[None] = deque()
-        """Entries for the slots that were freed since the page was last set to zero, one each."""
+        """One entry for each slot freed since the page was last zeroed."""
         self.zeroed: tuple[Stream, Event] | None = None
-        """Stream that set the page to zero, and an event after that; None: never set."""
+        """Stream that last zeroed the page, and the event after that; None: never zeroed."""
 
     @property
     def is_held(self) -> bool:
@@ -52,26 +52,26 @@ class _Page:
 
     @property
     def has_room(self) -> bool:
-        """True if a slot is zero, or the whole page may be set to zero."""
+        """True if a slot is zero, or the whole page may be zeroed."""
         return bool(self.clean) or self.zeroed is None or len(self.freed) == PAGE_SLOTS
 
 
 class Checksums:
-    """Checksums of buffers of one device. Not thread-safe, except the end of slots: the executor holds its lock."""
+    """Checksums of buffers of one device. Not thread-safe: the executor holds its lock. Only slots may be freed without it."""
 
     def __init__(self, device: Device, pool: PinnedPool) -> None:
-        """`pool`: lends the host memory into which slots are read."""
+        """`pool`: pool of the host memory into which pages are copied."""
         self._device = device
         self._pool = pool
         self._pages: list[_Page] = []
         self._prepared = 0
-        """Number of pages that are never freed: the first ones."""
+        """Number of pages, from the first, that are never freed."""
         self._order: Stream | None = None
-        """Stream that is ordered after every checksum, and copies pages: a read does not wait for later work of compute."""
+        """Stream that waits for every checksum and copies pages. So a read does not wait for later work of compute."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory, including the first page, which is allocated at first use."""
+        """Bytes of device memory. The first page counts even before it is allocated."""
         return PAGE_BYTES * max(1, len(self._pages))
 
     def prepare(self) -> None:
@@ -98,11 +98,11 @@ class Checksums:
         return ChecksumSlot(page, slot)
 
     def of(self, buffer: Tensor) -> int:
-        """Checksum of a flat uint8 tensor, ordered after the current stream's work. The host waits for it."""
+        """Return the checksum of a flat uint8 tensor, taken after the current stream's work. The host waits for it."""
         return self.read([self.start(buffer)])[0]
 
     def read(self, slots: Sequence[ChecksumSlot]) -> list[int]:
-        """Values of these slots. The host waits for them."""
+        """Return the checksums in these slots. The host waits for them."""
         pages = list(dict.fromkeys(slot.page for slot in slots))
         if not pages:
             return []
@@ -115,17 +115,17 @@ class Checksums:
                 for host, page in zip(block.buffer.split(PAGE_BYTES), pages, strict=True):
                     self._order.copy(host, page.buffer)
                 done = self._order.record()
-                done.synchronize()  # the copies -> the host's reading, and all that is launched later
+                done.synchronize()  # the copies -> the host's reads, and all later launches
                 numbers = block.buffer.numpy().view(np.int64).copy()
         finally:
             block.release(after=done)
         return [int(numbers[pages.index(slot.page) * PAGE_SLOTS + slot.number]) for slot in slots]
 
     def release_unused(self) -> None:
-        """Free the pages without a held slot, except a prepared one."""
+        """Free the pages without a held slot, except the prepared page."""
         for page in [page for page in self._pages[self._prepared :] if not page.is_held]:
             assert self._order is not None
-            page.stream.wait(self._order.record())  # its checksums, and copies of it -> the next owner of its memory
+            page.stream.wait(self._order.record())  # its checksums and copies -> the next owner of its memory
             page.stream.free(page.buffer)
             self._pages.remove(page)
 
@@ -151,7 +151,7 @@ class Checksums:
 
 
 class ChecksumSlot:
-    """Slot with one checksum on the device. The end of this object frees the slot."""
+    """Slot with one checksum on the device. Deleting this object frees the slot."""
 
     __slots__ = ("number", "page")
 
@@ -164,11 +164,11 @@ class ChecksumSlot:
             self.page.freed.append(None)
 
 
-# --- Verify mode: compares the bytes that went out with the bytes that came back, by checksum, on the device
+# --- Verify mode: compare the bytes copied out with the bytes copied back, by checksum, on the device
 #
-# It costs a pass over the bytes each way and a host sync for every check: for debugging, not for training. A storage is not
-# checked if only some of its bytes are saved when it is copied: its owner may write the others meanwhile. It is checked if the
-# saved bytes are gathered.
+# Each way costs a pass over the bytes, and every check a host sync: this is for debugging, not for training. A storage is not
+# checked if saves cover only some of its bytes, because its owner may write the others meanwhile. It is checked once the saved
+# bytes are gathered.
 
 
 class StorageChecksum:
@@ -184,11 +184,11 @@ class StorageChecksum:
         self._sum: ChecksumSlot | None = None
 
     def close(self, buffer: Tensor) -> None:
-        """Take the checksum of the bytes that go out, a flat uint8 tensor, on the current stream."""
+        """Take the checksum of `buffer`, the bytes to copy out, a flat uint8 tensor, on the current stream."""
         self._sum = self._checksums.start(buffer)
 
     def check(self, buffer: Tensor) -> None:
-        """Compare `buffer` with the bytes that went out; waits for the device. Raises `SwapMismatch`."""
+        """Compare `buffer` with the bytes copied out. Waits for the device. Raises `SwapMismatch`."""
         assert self._sum is not None
         out, back = self._checksums.read([self._sum, self._checksums.start(buffer)])
         if out != back:

@@ -1,8 +1,8 @@
-"""Claims on saved storages, and the registry of claimed storages: equal bytes share one record and one copy. Note [Identity].
+"""Claims on saved storages, and their registry. Saves of the same bytes share one record and one copy. Note [Identity].
 
-    found = claims.find(t, saved, ...)            # a live claim whose copy has the bytes of `t`, or the part to claim anew
+    found = claims.find(t, saved, ...)            # a live claim whose copy includes `t`, or the part that a new claim covers
     claims.add(claim); claims.forget(saved)
-    registry.add(saved); registry.get(index); registry.remove(saved)      # numbered within the step that saved them
+    registry.add(saved); registry.get(index); registry.remove(saved)      # numbers count within the step that saved
 
 Claims are stored by the id of the storage object. Ids are reused, so a weak reference confirms the object.
 """
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Claim:
-    """Object that all handles of one saved storage share: its end is the end of the storage's life. Note [Life].
+    """Object that all handles of one saved storage share. When it is freed, the storage is retired. Note [Life].
 
-    It has no `__del__` itself. While a `__del__` runs, a weak reference still leads to the object and can revive it. A thread
-    that saves the same storage at that moment would share a claim that is being retired. So the member `_end` has the
-    `__del__`, which runs once no reference leads to the claim.
+    The claim has no `__del__` of its own. While `__del__` runs, a weak reference can still revive the object. Another thread
+    that saves the same storage would then share a claim that is being retired. So the member `_end` has the `__del__`. It runs
+    only after the claim is unreachable.
     """
 
     __slots__ = ("__weakref__", "_end", "saved")
@@ -48,8 +48,8 @@ class _End:
     """Retires a storage when its claim is gone.
 
     It has `__del__` rather than `weakref.finalize`, because a claim is made per saved storage in the hot path. `finalize` keeps
-    a registry for interpreter exit, when nothing needs to be done. It has no `__init__` either, which would be one more call.
-    Idempotent, because `SavedStorage.retire` is.
+    a registry for interpreter exit, which is not needed here. There is no `__init__`, because it would cost one more call. It
+    may run twice, because `SavedStorage.retire` is idempotent.
     """
 
     __slots__ = ("retire", "saved")
@@ -66,11 +66,11 @@ class Found(NamedTuple):
     """Result of `Claims.find`: the claim that a saved tensor shares, or the part that a new claim covers."""
 
     claim: Claim | None
-    """Live claim that the tensor shares; None: the caller makes a new one."""
+    """Live claim that the tensor shares; None: the caller makes a new claim."""
     part: Part | None
     """Part of the storage that the claim covers; None: all of it."""
     extends_copy: bool = False
-    """True if the copy now also includes these bytes. If it has not begun, it waits for the operator that saves them."""
+    """True if the copy now includes these bytes too. A copy that has not begun waits for the operator that saves them."""
     begins_again: bool = False
     """True if the copy lacks these bytes and must begin again."""
 
@@ -80,16 +80,16 @@ class Claims:
 
     def __init__(self) -> None:
         self.by_storage: dict[Hashable, weakref.ref[Claim]] = {}
-        """Claims by the storage's id; claims on parts by id and part. Others only read it."""
+        """Claims by the storage's id; claims on parts by id and part. Other classes only read it."""
         self._parts: dict[int, list[Part]] = {}
-        """Parts claimed on their own, by the storage's id. A part that is claimed again costs one more gather, nothing else."""
+        """Parts that have claims of their own, by the storage's id. A part claimed twice costs only one more gather."""
         self._last_saves: dict[int, LastSave] = {}
 
     def find(self, t: Tensor, saved: SavedBytes, facts: SaveFacts, rule: DefaultRule, compute: Stream, *, whole: bool) -> Found:
-        """Find the claim that `t`, saved now as `saved`, shares, or the part of its storage that a new claim covers.
+        """Find the claim that `t` shares, or the part of its storage that a new claim covers. `saved`: its bytes, saved now.
 
-        A part is claimed in two cases: `t` covers little of a storage that was not saved whole, or a copy of the whole storage
-        began before it had these bytes. Views of that part share it. `whole`: in the second case, copy the whole storage again.
+        A part is claimed in two cases. 1: `t` covers little of a storage that was not saved whole. 2: a copy of the whole
+        storage lacks these bytes. Views of that part share its claim. `whole`: in case 2, copy the whole storage again.
         """
         storage = t.untyped_storage()
         whole_found = self.find_whole(t, saved, compute)
@@ -113,19 +113,19 @@ class Claims:
         return Found(None, part)
 
     def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
-        """Find the only claim on the whole storage of `t`, if there is one. Its copy begins again if it lacks `saved`."""
+        """Find the claim on the whole storage of `t`, if there is one. Its copy begins again if it lacks `saved`."""
         on_all = self._on(t.untyped_storage(), None)
         shared = None if on_all is None else _shared(on_all, t, saved, compute)
         return shared or Found(on_all, None, begins_again=on_all is not None)
 
     def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
-        """Latest live claim on all of `storage`, or on `part` of it."""
+        """Return the latest live claim on `part` of `storage`, or on all of it (`part` None); None: there is none."""
         ref = self.by_storage.get(_key(id(storage), part))
         claim = None if ref is None else ref()
         return claim if claim is not None and claim.saved.slot.is_record_of(storage) else None
 
     def add(self, claim: Claim) -> None:
-        """Add a new claim. It shares the record of the latest save with other claims on its storage."""
+        """Add a new claim. All claims on one storage share its `LastSave`."""
         slot, part = claim.saved.slot, claim.saved.part
         last = self._last_saves.get(slot.key)
         if last is not None and last.storage() is slot.storage:
@@ -138,7 +138,7 @@ class Claims:
             self._parts.setdefault(slot.key, []).append(part)
 
     def move(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """Move the saved tensors of `saved`, whose own storage is empty, to `storage`, which has their bytes."""
+        """Make the saved tensors of `saved` views of `storage`, which has their bytes. Their own storage is empty."""
         slot = saved.slot
         ref = self.by_storage.get(slot.key)
         claim = None if ref is None else ref()
@@ -171,7 +171,7 @@ class Claims:
 
 
 def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Found | None:
-    """Return a result with this claim if its copy has the bytes of `t`, or will have them; else None."""
+    """Return a result with `claim` if its copy includes the bytes of `t` or will include them; else None."""
     record = claim.saved
     if record.slot.includes(saved, same_bytes=record.part is not None):
         return Found(claim, record.part)
@@ -183,15 +183,15 @@ def _key(storage_id: int, part: Part | None) -> Hashable:
 
 
 class StorageRegistry:
-    """Claimed storages, by step and number. Not thread-safe: the executor holds its lock."""
+    """Claimed storages, by step and by number in the step. Not thread-safe: the executor holds its lock."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        """Number of the current step, which saves storages from now on."""
+        """Number of the current step."""
         self.next_index = 0
-        """Number of the next storage in this step."""
+        """Number that the next storage of this step gets."""
         self.of_epoch = 0
-        """Count of claimed storages that this step saved."""
+        """Count of the claimed storages that this step saved."""
         self.packed_groups: set[PackedGroup] = set()
         self._storages: dict[tuple[int, int], SavedStorage] = {}
 
@@ -199,7 +199,7 @@ class StorageRegistry:
         return len(self._storages)
 
     def add(self, saved: SavedStorage) -> None:
-        """Add `saved`, which has an index of this step of its own."""
+        """Add `saved`, whose index is unique in this step."""
         self._storages[saved.epoch, saved.index] = saved
         self.of_epoch += 1
 
@@ -212,11 +212,11 @@ class StorageRegistry:
         self.of_epoch -= saved.epoch == self.epoch
 
     def all(self) -> list[SavedStorage]:
-        """All claimed storages and all packed groups: everything that may hold device memory."""
+        """Return all claimed storages and packed groups: all objects that may hold device memory."""
         return [*self._storages.values(), *(group.packed for group in self.packed_groups)]
 
     def release_group(self, group: PackedGroup | None) -> None:
-        """Retire a packed group if no member needs it any more."""
+        """Retire a packed group if no member needs it."""
         if group is not None and not group.members_left:
             self.packed_groups.discard(group)
             group.packed.retire()

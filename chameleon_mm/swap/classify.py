@@ -2,8 +2,8 @@
 
     facts_of(t) -> SaveFacts(nbytes, covered_bytes, kind)     kind: "" for a plain activation, else the reason to keep it
 
-Note [Parameters]: a parameter, or a view of one, passes by reference. It lives on the device anyway, and others may free and
-refill its storage at any time (FSDP2 resizes it to zero bytes).
+Note [Parameters]: a parameter, or a view of one, is kept by reference. It lives on the device anyway. Others may free and
+refill its storage at any time: FSDP2 resizes it to zero bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chameleon_mm.swap.handles import Handle, KeptTensor, WrapperHandle
 _log = logging.getLogger(__name__)
 
 _MOST_VIEWS = 8
-"""Maximum number of operators between a parameter and a view of the tensors that it wraps."""
+"""Maximum number of operators between a wrapper parameter and a view of its inner tensors."""
 
 
 class ProtectedStorages:
@@ -35,7 +35,7 @@ class ProtectedStorages:
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self.refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Weak references by the storage's id. A storage whose id is not in here is not protected."""
+        """Weak references by the storage's id. A storage without an entry is not protected."""
         for t in tensors:
             self.add(t.untyped_storage())
 
@@ -54,7 +54,7 @@ class ProtectedStorages:
 
 
 def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
-    """Facts about `t` for the default rule. A tensor that cannot be rebuilt exactly gets a kind that the rule never moves."""
+    """Return facts about `t` for the default rule, which never moves the kind of a tensor that cannot be rebuilt exactly."""
     if reason := reason_to_stay(t, device, protected):
         return SaveFacts(nbytes=0, kind=reason)
     nbytes = t.untyped_storage().nbytes()
@@ -63,25 +63,25 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
 
 
 def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_bytes: int = 0) -> str:
-    """Return why `t` must not move; "" for a plain activation. A tensor whose storage has less than `min_bytes` is "small" on
-    any device and in any layout. Parts of a "subclass" may move."""
+    """Return why `t` must not move; "" for a plain activation. A tensor whose storage has fewer than `min_bytes` is "small" on
+    any device and in any layout. Inner tensors of a "subclass" may move."""
     kind, base = type(t), t._base
-    # The class is tested first: `isinstance(t, Parameter)` runs a check that is written in Python.
+    # The class is tested first, because `isinstance(t, Parameter)` runs a slow check in Python.
     if (kind is Parameter or (kind is not Tensor and isinstance(t, Parameter))) or (
         base is not None and type(base) is not Tensor and isinstance(base, Parameter)
     ):
         return "parameter"
     if kind is not Tensor:
         return "leaf" if t.is_leaf and t.requires_grad else "subclass"
-    # A view is classified by its base. A view of a leaf frees nothing, and FSDP2 may free it: a parameter's local part. A view
-    # of an activation may itself be a leaf if a custom function's forward made it: the local part of a `DTensor`.
+    # A view is classified by its base. Moving a view of a leaf frees nothing, and FSDP2 may free it (a parameter's local part).
+    # A view of an activation may itself be a leaf if a custom function's forward made it (the local part of a `DTensor`).
     holder = t if base is None else base
     if holder.requires_grad and holder.is_leaf:
         return "leaf"
     try:
         storage = t.untyped_storage()
         nbytes = storage.nbytes()
-    except RuntimeError:  # a sparse tensor, or one of a functorch transform: it has no storage
+    except RuntimeError:  # a sparse tensor, or a tensor of a functorch transform, has no storage
         nbytes = 0
     else:
         if id(storage) in protected.refs and storage in protected:
@@ -92,7 +92,7 @@ def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_
         return "layout"
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return "functorch"
-    # Tensors without memory: those that legacy vmap batches (torch.autograd.functional with vectorize=True), and zero tensors
+    # Two kinds have no memory: tensors batched by legacy vmap (torch.autograd.functional with vectorize=True), and zero tensors
     # that are never written. A dual tensor without a tangent has such zeros in forward-mode differentiation.
     if not torch._C._has_storage(t) or t._is_zerotensor():
         return "no_storage"
@@ -100,20 +100,20 @@ def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_
         return "other_device"
     if t.requires_grad and not holder.requires_grad and is_part_of_parameter(t):
         return "parameter"
-    # Memory that torch did not allocate for it cannot be freed alone.
+    # A storage that torch did not allocate cannot be freed.
     return "borrowed" if nbytes and not storage.resizable() else ""
 
 
 def is_part_of_parameter(t: Tensor) -> bool:
-    """True if `t`, a view that a custom function made, lies in a tensor that a wrapper parameter wraps. `to_local()` of a
-    `DTensor` makes such views. FSDP2 frees that memory and fills it again."""
+    """True if `t`, a view made by a custom function, views an inner tensor of a wrapper parameter. `to_local()` of a `DTensor`
+    makes such views. FSDP2 frees that memory and fills it again."""
     node, storage = t.grad_fn, t.untyped_storage()
     for _ in range(_MOST_VIEWS):
         before = () if node is None else node.next_functions
         if len(before) != 1:
             return False
         node = before[0][0]
-        leaf = getattr(node, "variable", None)  # the node that accumulates a leaf's gradient has it
+        leaf = getattr(node, "variable", None)  # only the node that accumulates a leaf's gradient has one
         if leaf is not None:
             parts = unwrapped(leaf) if isinstance(leaf, Parameter) else None
             inner = () if parts is None else parts[0].values()
@@ -122,7 +122,7 @@ def is_part_of_parameter(t: Tensor) -> bool:
 
 
 def covered_bytes(t: Tensor) -> int:
-    """Bytes of the elements of `t`. Repeats by a dimension of stride 0 count once; elements that overlap count each."""
+    """Return the bytes of the elements of `t`. Repeats by a stride of 0 count once; overlapping elements each count."""
     elements = t.numel()
     if elements > 1 and 0 in (strides := t.stride()):
         elements = prod(size for size, stride in zip(t.shape, strides, strict=True) if stride)
@@ -130,31 +130,31 @@ def covered_bytes(t: Tensor) -> int:
 
 
 def unwrapped(t: Tensor, warn: Warn = LOG_EACH) -> tuple[dict[str, Any], Any] | None:
-    """Inner values of a wrapper subclass, and the context to wrap them again; None if it cannot be unwrapped: `warn` says why.
+    """Return the inner values of a wrapper subclass, and the context to wrap them again; else call `warn` and return None.
 
-    Most inner values are tensors; a DTensor also names its mesh.
+    Most inner values are tensors. A DTensor also has its mesh.
     """
     wrapper: Any = t  # the stub's protocol class cannot be a Tensor for mypy
     if not is_traceable_wrapper_subclass(wrapper):
         return None
     try:
         if (wait := getattr(wrapper, "trigger_wait", None)) is not None:
-            wait()  # for a collective's result, as the saving operator is about to: an earlier copy would have other bytes
+            wait()  # for a collective's result: a copy before that would have other bytes
         names, context = wrapper.__tensor_flatten__()
         inner = {name: getattr(wrapper, name) for name in names}
-    except Exception as error:  # noqa: BLE001 - anyone's code; a hook that raises breaks the graph, a kept tensor does not
+    except Exception as error:  # noqa: BLE001 - foreign code; a hook that raises breaks the graph, a kept tensor does not
         warn(_log, "chameleon_mm: %s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
         return None
     return inner, context
 
 
 def save_parts(t: Tensor, save: Callable[[Tensor], Handle], warn: Warn) -> WrapperHandle | None:
-    """Save each inner tensor of the wrapper `t` by `save`; None if it cannot be unwrapped or no part of it would move."""
+    """Save each inner tensor of the wrapper `t` by `save`. Returns None if `t` cannot be unwrapped or none would move."""
     unwrapped_parts = unwrapped(t, warn)
     if unwrapped_parts is None:
         return None
     inner, context = unwrapped_parts
-    # The identity of a jagged tensor's offsets gives its symbolic size, so only its values may move.
+    # The identity of a jagged tensor's offsets determines its symbolic size, so only its values may move.
     stays = set(inner) - {"_values"} if t.is_nested else set()
     parts = {name: save(part) for name, part in inner.items() if isinstance(part, Tensor) and name not in stays}
     if all(isinstance(part, KeptTensor) for part in parts.values()):

@@ -1,14 +1,14 @@
-"""Copy queues of a device's link, one per direction: moves wait here, and few copies are outstanding in the device's own queue.
+"""Copy queues of a device's link, one per direction. Moves wait here, so that few copies wait in the device's own queue.
 
     move = queue.submit(Move(storage, host, [ready, *block.pending_events]))    # queued; at most two pieces are handed over
-    queue.submit(move, at_once=True)                            # all of it, behind queued moves: a plan's copies
-    queue.hand_over()                                           # at every hook: hand over more as they finish
-    done = queue.issue(move)                                    # needed now: all of it, ahead of queued moves
+    queue.submit(move, at_once=True)                            # hand over all of it, after queued moves: a plan's copies
+    queue.hand_over()                                           # at every hook: hand over more pieces as others finish
+    done = queue.issue(move)                                    # needed now: hand over all of it, before queued moves
 
-A copy engine is one FIFO per direction without priorities: a later copy cannot overtake one that was handed over. Published:
-51 KB waited 12 ms until 200 MB had crossed (docs/transfer.md). So moves are cut into pieces, and at most `outstanding` of them
-are in the engine's queue. More are handed over if compute or the host is about to wait for them: holding them back would
-prolong the wait. A plan has the time of each of its copies, so that nothing has to overtake them: they are handed over at once.
+A copy engine is one FIFO per direction without priorities: a later copy cannot overtake an earlier one. In a published
+measurement, 51 KB waited 12 ms until 200 MB had crossed (docs/transfer.md). So moves are cut into pieces, and at most
+`outstanding` pieces are in the engine's queue. If compute or the host is about to wait for a move, all its pieces are handed
+over. A plan's copies are handed over at once: the plan has scheduled them, so that none needs to overtake.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from chameleon_mm.plan.timing import PIECE_BYTES
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.units import KIB, MIB
 
-# --- Size from which a buffer crosses alone
+# --- Minimum size of a buffer that is copied alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Size in bytes from which a buffer is copied alone, and the memory that packing may take.
+    """Minimum size in bytes of a buffer that is copied alone, and the memory that packing may take.
 
     Raises `ValueError` if the size is negative, or if staging has no room for two packed tensors.
     """
 
     pack_below_bytes: int = 128 * KIB
-    """Size at which a copy takes as long on the link as its call on the host: 2.4 us at the 55 GB/s published for an H200,
-    against 2.3-7 us for cudaMemcpyAsync."""
+    """Minimum size of a buffer that is copied alone. At this size a copy takes 2.4 us on the link, at the 55 GB/s published for
+    an H200, and 2.3-7 us for the call of cudaMemcpyAsync."""
 
     staging_bytes: int = 64 * MIB
-    """Device memory for packed groups on their way out and back together: sixteen groups of 4 MiB. If it is used up, compute is
-    ordered after the oldest group's copy. That group's memory is freed before another group is made."""
+    """Device memory for all packed groups that are copied out or back: sixteen groups of 4 MiB. If it is full, compute waits
+    for the copy of the oldest group, whose memory is freed before another group is made."""
 
     def __post_init__(self) -> None:
         if self.pack_below_bytes < 0:
@@ -57,7 +57,7 @@ class Thresholds:
 
     @classmethod
     def direct(cls) -> Thresholds:
-        """Thresholds with which every buffer moves alone, at any size."""
+        """Return thresholds with which every buffer is copied alone."""
         return cls(pack_below_bytes=0)
 
     def packs(self, nbytes: int) -> bool:
@@ -70,11 +70,11 @@ class Thresholds:
 _log = logging.getLogger(__name__)
 
 OUTSTANDING = 2
-"""Pieces in the engine's queue: one that runs, and one that follows it without a gap."""
+"""Maximum number of pieces in the engine's queue: one that runs, and one that follows without a gap."""
 
 
 class Piece(NamedTuple):
-    """Part of a timed move, or all of it, handed over: between its two events lies its copy and nothing else."""
+    """Piece of a timed move that was handed to the device: only its copy runs between its two events."""
 
     start: Event
     end: Event
@@ -82,13 +82,13 @@ class Piece(NamedTuple):
 
 
 WrittenSince = tuple[Sequence[SavedBytes], Callable[[], Sequence[Event]]]
-"""Pair for a copy's source: what was saved of it; and a function that returns events after all writes so far, called if one of
-their counters has moved."""
+"""Pair for a copy's source: the saves that it includes, and a function that returns events after all writes so far. The
+function is called if a save was written to."""
 
 
 class Move:
-    """A copy across the link, between a storage in device memory, from byte `start` on, and the host buffer `host`, flat and
-    uint8. The queue has the direction. Raises `ValueError` if the storage has fewer bytes than that."""
+    """Copy across the link, between a storage in device memory, from byte `start` on, and `host`, a flat uint8 host buffer. The
+    queue determines the direction. Raises `ValueError` if the storage has too few bytes."""
 
     __slots__ = (
         "after", "cancelled", "done", "failed", "host", "nbytes", "next_byte", "pieces", "start", "storage", "timed", "written"
@@ -104,7 +104,7 @@ class Move:
         timed: bool = False,
         written: WrittenSince | None = None,
     ) -> None:
-        """`written`: orders a piece after later writes to the source."""
+        """`written`: finds writes to the source after its save; pieces are ordered after them."""
         self.nbytes = host.numel()
         if storage.nbytes() < start + self.nbytes:
             raise ValueError(
@@ -119,16 +119,16 @@ class Move:
         self.next_byte = 0
         self.timed = timed
         self.pieces: deque[Piece] = deque()
-        """Pieces of a timed move that were handed over, until the metrics take them."""
+        """Pieces of a timed move that were handed to the device and that the metrics have not read yet."""
         self.done: Event | None = None
-        """Event after the last piece, set once no piece is left. The caller keeps both buffers until it is complete."""
+        """Event after the last piece; None until that is handed over. The caller keeps both buffers until it is complete."""
         self.cancelled = False
         self.failed = False
-        """True if the device refused it. Pieces handed over before are complete, and no more will come."""
+        """True if the device refused the move. Its earlier pieces are complete, and no more will come."""
 
     @classmethod
     def known(cls, nbytes: int, done: Event) -> Move:
-        """Move of `nbytes` that a planned step's loop has handed to the device, and that ends at `done`."""
+        """Make the record of a move of `nbytes` that a planned step's loop has handed to the device. `done`: event after it."""
         move = cls.__new__(cls)
         move.storage = move.host = move.written = None
         move.nbytes = move.next_byte = nbytes
@@ -138,17 +138,17 @@ class Move:
 
     @property
     def begun(self) -> bool:
-        """True if any piece was handed to the device: from then on source and destination must be kept."""
+        """True if a piece was handed to the device. From then on source and destination must be kept."""
         return self.next_byte > 0 or self.done is not None
 
     @property
     def ended(self) -> bool:
-        """True if no more pieces of it will be handed over."""
+        """True if no more pieces of the move will be handed over."""
         return self.done is not None or self.cancelled or self.failed
 
 
 Warn = Callable[..., None]
-"""Called with a logger, a message, and its values: `Metrics.warn`, or what logs each one."""
+"""Function of a logger, a message, and its values: `Metrics.warn`, or a function that logs every warning."""
 LOG_EACH: Warn = logging.Logger.warning
 
 
@@ -165,9 +165,8 @@ class CopyQueue:
         outstanding: int = OUTSTANDING,
         warn: Warn = LOG_EACH,
     ) -> None:
-        """`name`: of its stream. `out`: to the host. Such a copy is speculative: the model may write to a saved tensor while it
-        runs. The tensor's version counter then shows the write, and a use raises eager's error instead of returning the
-        bytes."""
+        """`name`: name of the stream. `out`: copy to the host. Such a copy is speculative: the model may write to a saved
+        tensor during the copy. The tensor's version counter then shows the write, and a use raises eager's error."""
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
         self.stream, self._warn = device.new_stream(name), warn
@@ -176,13 +175,14 @@ class CopyQueue:
         self._piece_bytes = piece_bytes
         self._limit = outstanding
         self.queued: deque[Move] = deque()
-        """Moves that wait to be handed over. Others only read it."""
+        """Moves that wait to be handed over. Other classes only read this."""
         self._running = deque[Event](maxlen=outstanding)
-        """Events after the latest pieces, as many as may run: pieces complete in order, so no earlier one matters."""
+        """Events after the latest pieces, one per piece that may run. Pieces complete in order: earlier events do not
+        matter."""
 
     def submit(self, move: Move, *, at_once: bool = False) -> Move:
-        """Queue a move, and hand over pieces within the limit. `at_once`: hand over all of it and all moves before it. Returns
-        the move."""
+        """Queue a move, and hand over pieces within the limit. `at_once`: hand over the whole move and all moves before it.
+        Returns the move."""
         self.queued.append(move)
         try:
             if not at_once:
@@ -215,7 +215,7 @@ class CopyQueue:
         return not self._running and not self.queued
 
     def issue(self, move: Move) -> Event:
-        """Hand over all of a move, ahead of queued moves. Returns the event after it. Raises `TransferFailed`."""
+        """Hand over the whole move, before queued moves. Returns the event after it. Raises `TransferFailed`."""
         if move.failed:
             raise TransferFailed(f"a copy on {self.stream.name} was refused by the device earlier; see the log")
         while move.done is None:
@@ -223,7 +223,7 @@ class CopyQueue:
         return move.done
 
     def cancel(self, move: Move) -> bool:
-        """Cancel a move if none of it was handed over. Returns True if it was cancelled."""
+        """Cancel a move if no piece of it was handed over. Returns True if it was cancelled."""
         if move.begun or move.cancelled or move.failed:
             return False
         move.cancelled = True
@@ -231,12 +231,12 @@ class CopyQueue:
         return True
 
     def truncate(self, move: Move) -> int:
-        """End a move after the pieces that were handed over. Returns the bytes that were not handed over."""
+        """End a move after the pieces already handed over. Returns the number of bytes not handed over."""
         if move.done is not None or move.failed:
             return 0
         unsent = move.nbytes - move.next_byte
         try:
-            move.done = self.stream.record()  # orders the reuse of both buffers after the pieces that were handed over
+            move.done = self.stream.record()  # orders the reuse of both buffers after these pieces
         except BaseException:
             self._fail(move)
             raise
@@ -248,11 +248,11 @@ class CopyQueue:
             self._running.popleft()
 
     def _hand_over_front(self) -> None:
-        """Hand over a piece of the oldest move. A refused copy is logged, and its owner sees `failed`."""
+        """Hand over a piece of the oldest move. If the device refuses, log that and set the move's `failed`."""
         try:
             self._hand_over_piece(self.queued[0])
-        except RuntimeError as error:  # the move's owner finds it failed, and the tensor stays
-            # Only the text: a log record with the error would keep its frames, and the buffers that they hold.
+        except RuntimeError as error:  # the move has failed, and the tensor stays
+            # Log only the text: a log record with the error would keep its frames and their buffers alive.
             self._warn(_log, "chameleon_mm: a copy on %s was refused: %s", self.stream.name, str(error))
 
     def _hand_over_piece(self, move: Move) -> None:
@@ -263,7 +263,7 @@ class CopyQueue:
             assert storage is not None and host is not None, "a finished move was handed over again"
             if move.next_byte == 0:
                 for event in move.after:
-                    stream.wait(event)  # orders the copy after its source was written and its destination's last use
+                    stream.wait(event)  # orders the copy after the writes of its source and the last use of its destination
                 move.after = ()
             if move.written is not None:
                 for saved in move.written[0]:
@@ -272,8 +272,7 @@ class CopyQueue:
                             stream.wait(event)  # orders this piece after the writes since the save
                         break
             begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.nbytes)
-            # Pieces are timed, not the move: between two pieces the stream may idle, or carry another move that was needed
-            # first.
+            # Pieces are timed, not the move: between two pieces the stream may idle, or run another move that was needed first.
             start = stream.record(timed=True) if move.timed else None
             part = None if end - begin == move.nbytes else slice(begin, end)
             stream.copy_storage(storage, host, start=move.start + begin, part=part, out=self._is_out)
@@ -294,21 +293,21 @@ class CopyQueue:
                 self._dequeue(move)
 
     def _fail(self, move: Move) -> None:
-        # Some of it may still run, with no event after it: the host waits, so that both buffers may be dropped.
+        # A part may still run, with no event after it. The host waits, so that both buffers may be dropped.
         move.failed = True
         self._dequeue(move)
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Make the host wait for all of the device's work, if the device still answers. Buffers may then be reused without an
+        """Let the host wait for all work of the device, if the device still responds. Buffers may then be reused without an
         event."""
         try:
             self._device_synchronize()
-        except RuntimeError as error:  # a device that cannot be synchronised runs nothing any more
+        except RuntimeError as error:  # a device that cannot be synchronised runs nothing
             self._warn(_log, "chameleon_mm: the device could not be synchronised after a failure: %s", str(error))
 
     def _dequeue(self, move: Move) -> None:
-        """Take a move out of the queue and release its buffers here: the move's owner keeps them until `done`."""
+        """Remove a move from the queue and release its buffers. The move's owner keeps them until `done`."""
         move.storage, move.host, move.after, move.written = None, None, (), None
         if move in self.queued:
             self.queued.remove(move)

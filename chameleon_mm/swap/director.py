@@ -1,13 +1,13 @@
-"""The director of a step decides what happens to the storages that the step's hooks save and use. The executor carries it out.
+"""Director of a step: decides what happens to the storages that the step's hooks save and use. The executor does it.
 
     recorder = director.begin_step(epoch, budget, compute)
     at each hook:  director.on_save(t, saved, finished) | director.on_use(saved_at, saved, finished)
-                   rows = director.due()                    # rows of `director.way`, carried out by the executor
+                   rows = director.due()                    # rows of `director.way` for the executor to run
                    director.note_growth(nbytes)             # after a check of memory
                    director.note_restored(saved, storage)   # at a use: `storage` holds the bytes
     kind = director.end_step(recorder, growth_bytes, completed=...)
 
-`Director` itself leaves every storage to the default rule and records no step. `PlanFollower` of `follow` follows plans.
+`Director` itself applies the default rule to every storage and records no step. `PlanFollower` of `follow` follows plans.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from chameleon_mm.swap.way import Way
 
 
 class GrowthSoFar(NamedTuple):
-    """Growth since memory was last compared with the cached step's."""
+    """Growth of memory since it was last compared with the cached step."""
 
     checked_at: int
-    """Hook of that comparison; -1: there was none."""
+    """Hook of that comparison; -1: no comparison yet."""
     nbytes: int
     until: list[int]
-    """Bytes that the cached step had allocated by each hook and by its end."""
+    """Bytes that the cached step had allocated up to each hook, and up to its end."""
 
 
 class Director:
-    """Leaves every storage to the default rule. Not thread-safe: the executor holds its lock."""
+    """Director that applies the default rule to every storage. Not thread-safe: the executor holds its lock."""
 
     plans = False
-    """True if the executor calls it at every hook, also at hooks whose tensors do not move."""
+    """True if the executor calls the director at every hook, including hooks of tensors that do not move."""
     light: LightProfiler | None = None
     """Profiler of the tensors that autograd saves and uses; None: the director does not plan."""
     way: Way | None = None
@@ -52,23 +52,23 @@ class Director:
 
     @property
     def recompute(self) -> RecomputePlan | None:
-        """Part of the running step's plan about recomputation; None: nothing is recomputed."""
+        """Recomputation part of the running step's plan; None: nothing is recomputed."""
         return None
 
     @property
     def may_recompute(self) -> bool:
-        """True if the running step may follow a plan that recomputes something, as far as known now."""
+        """True if the running step may follow a plan that recomputes a storage, as far as is known now."""
         return self.recompute is not None
 
     def replan(self) -> None:
-        """Make new plans after a recipe has made other bits than the original had. Called between steps."""
+        """Make new plans after a recipe made other bits than the original. Called between steps."""
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
-        """Begin step `epoch`, the number that its storages have. Returns the recorder for it; None: it is not recorded."""
+        """Begin step number `epoch`. Returns the step's recorder; None: it is not recorded."""
         return None
 
     def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
-        """Note that autograd saves `t`, of the storage `saved`; None: it stays. Returns the hook's number in this step.
+        """Note that autograd saves `t`, whose storage is `saved`; None: it stays. Returns the hook's number in this step.
 
         `finished`: storages whose saving operators are over now.
         """
@@ -78,22 +78,22 @@ class Director:
         """Note that autograd uses a tensor of the storage `saved`; None: it stayed. `saved_at`: step and hook of its save."""
 
     def due(self) -> Sequence[Row]:
-        """Return the rows of `way` that are due at the latest hook, once each."""
+        """Return the rows of `way` that became due up to the latest hook. Each row is returned once."""
         return ()
 
     def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
-        """Note the bytes that the model allocated since the last check of memory, freed ones included. `at_hook`: every step
-        with these hooks checks memory here and at the previous check of this kind, under any plan. `hook`: None: the latest."""
+        """Note the bytes that the model allocated since the last check of memory, including freed bytes. `at_hook`: every step
+        with these hooks checks memory here and at the previous such check, under any plan. `hook`: None: the latest."""
 
     def growth(self) -> GrowthSoFar | None:
-        """Return the growth since the last comparison, and the values that it is compared with; None: it compares nothing."""
+        """Return the growth since the last comparison, and the values to compare it with; None: nothing is compared."""
         return None
 
     def note_checked(self, checked_at: int, nbytes: int) -> None:
-        """Continue after a comparison at that hook, made elsewhere; `nbytes` were allocated since."""
+        """Continue after a comparison that the loop made at hook `checked_at`. `nbytes` were allocated since."""
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
-        """Note that `saved` is held for recomputation, although autograd did not save it. `number`: its number in
+        """Note that `saved`, which autograd did not save, is held for recomputation. `number`: its number in
         `RecomputePlan.held`."""
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
@@ -104,13 +104,13 @@ class Director:
         return False
 
     def rejoin(self, hook: int, latest: LatestHook) -> None:
-        """Continue after `hook`, the latest one that the loop ran."""
+        """Continue after `hook`, the latest hook that the loop ran."""
 
     def end_step(self, recorder: Recorder | None, growth_bytes: int, *, completed: bool) -> StepKind:
-        """End the step, and learn from it if it `completed`. `growth_bytes`: as in `note_growth`."""
+        """End the step, and learn from it if it `completed`. `growth_bytes`: the `nbytes` of `note_growth`."""
         return StepKind.BY_RULE if completed else StepKind.FAILED
 
     def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
         """Set other budgets from the next step on; None: unchanged. Called between steps, before the pool has its new limit.
-        `must_fit`: raise `InfeasibleBudget`, with nothing changed, if a step that has a plan would have none. Otherwise the
-        known steps are forgotten."""
+        `must_fit`: if a planned step would have no plan, raise `InfeasibleBudget` and change nothing. Otherwise the known steps
+        are forgotten."""

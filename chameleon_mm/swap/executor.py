@@ -1,8 +1,8 @@
-"""Run autograd's two hooks: swap out after the saving op is over, reclaim under pressure, prefetch, restore at a use.
+"""Run autograd's two hooks: swap out once the saving operator is over, reclaim under pressure, prefetch, restore at a use.
 
-    save(t):   keep it | claim its storage -> SwappedView; advance()      # its copy out is queued at a later hook
-    use(h):    check the version; advance(); take, wait for or swap in the storage; prefetch the next ones
-    advance(): queue copies of saves whose op is over; hand over pieces; reclaim copied storages; keep within the budget
+    save(t):   keep t | claim its storage -> SwappedView; advance()       # a later hook queues the copy out
+    use(h):    check the version; advance(); take, wait for or swap in the storage; prefetch the next storages
+    advance(): queue copies of saves whose operator is over; hand over pieces; reclaim copied storages; keep the budget
 
 Correctness never depends on an order, a rule or a budget: a use restores its storage from any state.
 Note [No plan, no harm].
@@ -64,7 +64,7 @@ from chameleon_mm.swap.step_ops import StepOps
 from chameleon_mm.swap.swap_ins import Rescue, SwapIns
 from chameleon_mm.swap.swap_outs import SwapOuts
 
-# --- Parts of an executor: swap-outs, swap-ins, recomputation, and the budget over them
+# --- Parts of an executor: swap-outs, swap-ins, recomputation, and their common budget
 
 
 class Parts(NamedTuple):
@@ -93,14 +93,14 @@ def assemble(
     *,
     verify: bool,
 ) -> Parts:
-    """Make the parts of an executor for `device`. `ended`: its `has_ended`. None of them keeps the executor alive."""
+    """Make the parts of an executor for `device`. `ended`: the executor's `has_ended`. No part keeps the executor alive."""
     streams = ComputeStreams(device)
     streams.current()
     metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
     out, back = (CopyQueue(device, name, out=name == "d2h", warn=metrics.warn) for name in ("d2h", "h2d"))
     order, registry, claims, checksums = UseOrder(), StorageRegistry(), Claims(), Checksums(device, pool)
     context = SwapContext(pool, out, back, metrics, streams, checksums if verify else None)
-    # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
+    # Weak: a cycle of swap-outs and budget would keep the pool alive until the garbage collector runs.
     weak_outs: weakref.ref[SwapOuts]
     budget = Budget(
         device,
@@ -111,7 +111,7 @@ def assemble(
         swap_outs=lambda: weak_outs(),  # noqa: PLW0108 - it is bound only later
     )
     if (hook := device.allocator_hook()) is not None:
-        # Not in a recording: the recorder counts holders of storages and operators' allocations, and lending changes both.
+        # Lend nothing in a recording: lending would change the holders and allocations that the recorder counts.
         budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
     outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds)
@@ -125,7 +125,7 @@ def assemble(
 # --- executor
 
 LONGEST_UNNAMED_STEP = 16_384
-"""Maximum number of storages saved outside of steps before a new step begins: a graph may be kept for ever."""
+"""Maximum number of storages saved outside of steps before a new step begins, as a user may keep a graph forever."""
 
 
 class Executor:
@@ -143,9 +143,9 @@ class Executor:
         verify: bool = False,
         names: ModuleNames | None = None,
     ) -> None:
-        """`names`: it marks the modules whose saved storages stay on the device; None: there are none."""
+        """`names`: module names, which mark the modules whose saved storages stay on the device; None: no module."""
         self.rule, self.names = rule, names
-        self._least_bytes = max(1, rule.min_bytes)  # least size that moves; stored, because every hook needs it
+        self._least_bytes = max(1, rule.min_bytes)  # minimum size that moves; stored, because every hook reads it
         self.protected = protected
         thresholds = thresholds or Thresholds()
         self.recording = recording = Recording()
@@ -189,7 +189,7 @@ class Executor:
         return t
 
     def _save(self, t: Tensor, *, is_hook: bool) -> Handle:
-        """Save `t`. `is_hook`: autograd itself called; False: for a part of a wrapper, whose hook handles the finished
+        """Save `t`. `is_hook`: autograd itself called; False: `t` is part of a wrapper, whose own hook handles the finished
         saves."""
         if ThisProcess.pid != self._pid:
             return KeptTensor(t)
@@ -213,7 +213,7 @@ class Executor:
             at_hook = handle.claim if isinstance(handle, WrapperHandle) else claim
             hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)
         if claim is not None and self.names is not None and self.names.keeps_some and self._is_kept(claim.saved, self.names):
-            if claim.saved.state is State.ON_HOST:  # the gathered bytes of a view that was saved before
+            if claim.saved.state is State.ON_HOST:  # the gathered bytes of a view saved earlier
                 claim, reason = None, "keep"
             else:
                 self._outs.call_off(claim.saved, self._streams.current())
@@ -256,7 +256,7 @@ class Executor:
             raise used_in_child(saved.nbytes, self._pid)
         if self.device.capturing():
             raise used_in_capture(saved.nbytes)
-        # A real tensor comes back real under a tracer: the copies must not be traced.
+        # The copies must not be traced: under a tracer, a use of a real tensor returns a real tensor.
         with _disable_current_modes() if tracer_is_on() else nullcontext():
             if saved.relied is not None and saved.relied.dependents:
                 self.hook_lock.run(self.parts.rescue.hand_out, saved.relied, handle, saved)
@@ -268,7 +268,7 @@ class Executor:
     def settle(self, task: int | None = None) -> None:
         """Compare the recomputed results of backward `task`; None: of all. Waits for the device. Raises `RecomputeMismatch`."""
         if self._comparisons.pending and (errors := self.hook_lock.run(self._comparisons.settle, task)):
-            raise errors.pop()  # a frame that held it would be in a cycle with its traceback
+            raise errors.pop()  # `pop`: a local variable would make a cycle with the traceback
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
         director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
@@ -295,7 +295,7 @@ class Executor:
         return t
 
     def restored(self, handle: SwappedView, compute: Stream) -> Tensor:
-        """Bring the tensor of `handle` to the device, ready for `compute`, and count a use of it."""
+        """Bring the tensor of `handle` to the device, ready for `compute`, and count one use."""
         saved = handle.claim.saved
         storage = self._ins.restore(saved, compute)
         if saved.epoch == self._registry.epoch:
@@ -303,13 +303,13 @@ class Executor:
             self._order.used(saved.index)
         handle.swap_in_number = saved.uses.count(handle.swap_in_number)
         if saved.state is State.RESTORED and saved.uses.left <= 0 and self.budget.way is None:
-            saved.drop_used()  # a moment before autograd would; a plan relies on autograd's moment, as in its trace
+            saved.drop_used()  # slightly before autograd does; a plan needs autograd's own moment, as traced
         if storage is saved.slot.storage and saved.gathered is None:
-            return handle.saved.alias.detach()  # a new reference for each user: the use count then shows every holder
+            return handle.saved.alias.detach()  # a new alias per use, so that the use count shows each holder
         return handle.saved.over(storage)
 
     def _use_unmoved(self, saved_at: tuple[int, int]) -> None:
-        """Do the other work of a use hook whose tensor never moved."""
+        """Do the work of a use hook whose tensor never moved, except for the tensor itself."""
         finished = self._outs.finished() if self._outs.fresh else ()
         self.director.on_use(saved_at, None, finished)
         if prefetches := self._advance(finished, check_memory=False):
@@ -321,14 +321,14 @@ class Executor:
         return KeptTensor(t, by_reference=reason == "parameter")
 
     def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
-        """Reclaim the storages on their way out, else one of about `nbytes` that is not in `busy`, after an operator found no
-        memory. Returns True if anything was reclaimed. Must not be called inside of a hook."""
+        """Reclaim memory after an operator found none: storages being copied out, or else one of about `nbytes` not in `busy`.
+        Returns True if anything was reclaimed. Must not be called inside a hook."""
         return self.hook_lock.run(self.budget.reclaim_some, nbytes, busy)
 
     # --- steps
 
     def change_budget(self, hbm_bytes: int | None = None, host_bytes: int | None = None, *, must_fit: bool = False) -> None:
-        """Set other budgets from the next step on, as for the director. Not in a step. The pool's limit is set after this."""
+        """Set other budgets as `Director.change_budget` does. Called between steps, before the pool has its new limit."""
         with self.hook_lock.entered():
             hbm_bytes = self.budget.hbm_budget_bytes if hbm_bytes is None else hbm_bytes
             self.director.change_budget(hbm_bytes, host_bytes, must_fit=must_fit)
@@ -336,8 +336,8 @@ class Executor:
 
     @uncompiled
     def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
-        """Begin a step: number its saves from 0 again. Inside a capture or a forked child the device is not called.
-        `pack_hook`: the hook that autograd should call for saves in the step; None: unknown."""
+        """Begin a step, with its saves numbered from 0. In a capture or a forked child the device is not called. `pack_hook`:
+        pack hook that autograd should call in the step; None: unknown."""
         self.hook_counts.begin_step(pack_hook)
         self._in_step = True
         if self.hook_lock.may_ask_device():
@@ -345,7 +345,7 @@ class Executor:
 
     def _begin_step(self, timed: bool) -> tuple[Recorder | None, AnyWatch | None]:
         if self.checksums is not None:
-            self.checksums.prepare()  # before anything of the step is counted
+            self.checksums.prepare()  # before the step counts anything
         self.hand_over.forget()
         self._registry.begin_epoch()
         if self.director.plans:
@@ -361,7 +361,8 @@ class Executor:
 
     @uncompiled
     def end_step(self, *, completed: bool) -> StepKind | None:
-        """End a step: reclaim storages on their way out, and learn if it `completed`. Returns its kind; None: unknown."""
+        """End a step: reclaim storages being copied out, and learn if it `completed`. Returns the step's kind; None:
+        unknown."""
         self.hand_over.come_back()
         recorder = self.recording.end()
         self.hook_counts.end_step(completed=completed)
@@ -372,7 +373,7 @@ class Executor:
         return self.hook_lock.run(self._end_step, recorder, completed)
 
     def _enter_loop(self) -> None:
-        """Have the loop run the next hooks, if the step follows a program and the loop may run it."""
+        """Let the loop run the next hooks, if the step follows a program and the loop may run."""
         director = self.director
         if director.way is not None and director.may_loop() and self.recording.is_over:
             self.hand_over.follow(director.way, director)
@@ -392,20 +393,20 @@ class Executor:
         return kind
 
     def raise_late_error(self) -> None:
-        """Raise the oldest error of a finaliser that was not raised yet, if there is one."""
+        """Raise the oldest pending error of a finaliser, if there is one."""
         self.hook_lock.raise_oldest()
 
     # --- storages that autograd has released
 
     def has_ended(self, ended: Ended) -> None:
-        """Retire a storage whose last handle is gone, or a source that autograd relies on no more, now or soon. By this method
-        a claim keeps the executor alive."""
+        """Retire, now or soon, a storage whose last handle is gone, or a source that autograd no longer needs. Claims refer to
+        this method, and so keep the executor alive."""
         self.hook_lock.has_ended(ended)
 
     def _retire(self, ended: deque[Ended]) -> list[BaseException]:
-        """Retire all of `ended`. Returns the errors that this raised."""
+        """Retire all of `ended`. Returns the errors raised meanwhile."""
         any_ended, errors = bool(ended), list[BaseException]()
-        with self.recording.paused():  # autograd also releases handles outside of hooks: after the operator that used them
+        with self.recording.paused():  # autograd releases handles outside of hooks too
             while ended:
                 one = ended.popleft()
                 try:
@@ -415,7 +416,7 @@ class Executor:
                         self.hand_over.note_taken(self.budget.taken_bytes - before)
                     else:
                         self._retire_storage(one)
-                except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
+                except BaseException as error:  # noqa: BLE001 - raised after the others are retired
                     errors.append(error)
             if any_ended and not self._registry.of_epoch:
                 self.budget.reclaim_pending()
@@ -424,7 +425,7 @@ class Executor:
         return errors
 
     def _retire_storage(self, saved: SavedStorage) -> None:
-        # If its bytes never left and it outlives its saves, it is a buffer or an input: moving it frees nothing.
+        # A storage that never left and outlives its saves is a buffer or an input: moving it frees nothing.
         storage = saved.slot.first if saved.part is None and not saved.slot.came_back else None
         try:
             self._registry.remove(saved)
@@ -439,13 +440,13 @@ class Executor:
                 self.protected.add(still_held)
 
     def _end_unnamed_step(self) -> None:
-        """End a step outside of `begin_step` and `end_step`. It is over when none of its storages is claimed any more."""
+        """End a step outside of `begin_step` and `end_step`. Such a step is over once none of its storages is claimed."""
         self.hook_counts.end_unnamed_step()
         self._registry.begin_epoch()
         self._learn(completed=self._used_any)
 
     def _learn(self, *, completed: bool) -> int:
-        """Learn from the step if it `completed`. Returns the bytes that the model allocated since the last check of memory."""
+        """Learn from the step if it `completed`. Returns the bytes allocated by the model since the last check of memory."""
         self._saved_any = self._used_any = False
         self._order.end_step(completed=completed)
         return self.budget.end_step(completed=completed)
@@ -455,9 +456,9 @@ class Executor:
     def _advance(
         self, finished: Sequence[SavedStorage], *, check_memory: bool, at_hook: bool = False
     ) -> Sequence[SavedStorage]:
-        """Do the work of every hook. Returns the storages to swap in after the hook's own storage.
+        """Do the work common to all hooks. Returns the storages to swap in after the hook's own storage.
 
-        `finished`: storages whose saving operators are over now. `at_hook`: True in a hook that autograd itself called.
+        `finished`: storages whose saving operators are over now. `at_hook`: True if autograd itself called this hook.
         """
         director = self.director
         way, rows = director.way, director.due()
@@ -471,7 +472,7 @@ class Executor:
         compute = self._streams.current()
         if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # the usual case
             return self.new_claim(t, saved_bytes, compute)
-        # A recorded step has one tensor per storage: bytes that are saved later do not become a part of their own.
+        # A recorded step has one claim per storage: bytes saved later get no claim of their own.
         found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
         claim = found.claim
         if claim is None:
@@ -481,12 +482,12 @@ class Executor:
         return claim
 
     def _is_kept(self, saved: SavedStorage, names: ModuleNames) -> bool:
-        """True if a module of `keep` saves the storage now, and that was not known. What a plan knows has its mark from it."""
+        """True if a module named in `keep` saves the storage now, and neither its record nor a plan says so yet."""
         is_known = saved.stays or (saved.number is not None and self.budget.way is not None)
         return not is_known and names.here().keep
 
     def include(self, found: Found, saved_bytes: SavedBytes, compute: Stream) -> None:
-        """Include these bytes in the copy of the claim that was found."""
+        """Include `saved_bytes` in the copy of the claim that was found."""
         assert found.claim is not None
         saved = found.claim.saved
         if found.begins_again:
@@ -495,7 +496,7 @@ class Executor:
             self._outs.add(saved)
 
     def _claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
-        """Return the claim on the whole storage of `t`, which recipes need, and True if it was made for that."""
+        """Return a claim on the whole storage of `t`, which recipes read. Also return True if the claim is new."""
         saved_bytes, compute = SavedBytes(t), self._streams.current()
         found = self._claims.find_whole(t, saved_bytes, compute)
         if found.claim is None:
@@ -508,7 +509,7 @@ class Executor:
         return found.claim, False
 
     def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
-        """Make a claim on the storage of `t`, or on `part` of it, which the running operator of this thread saves."""
+        """Make a claim on the storage of `t`, or on `part` of it. The operator that runs on this thread saves it."""
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
         epoch, index = self._registry.epoch, self._registry.next_index
@@ -527,28 +528,28 @@ class Executor:
         return claim
 
     def before_write(self, value: Value) -> None:
-        """Recompute storages made from `value` before an operator overwrites it. Must not be called inside of a hook."""
+        """Recompute dropped storages made from `value`, before an operator overwrites it. Must not be called inside a hook."""
         with self.recording.paused():
             self.hook_lock.run(self.parts.rescue.run, value.relied_on())
 
     def note_any(self, *, saved: bool, used: bool) -> None:
-        """Note that something of this step was saved, or used, that may move."""
+        """Note that this step `saved` or `used` a storage that may move."""
         self._saved_any |= saved
         self._used_any |= used
 
 
-# --- Autograd's two hooks: the loop runs them, or a short path for tensors that stay, or else the executor
+# --- Autograd's two hooks. Each call is run by the loop, by a short path for tensors that stay, or by the executor
 #
-# The short path is for a session without plans, such as `save_on_cpu`: most saved tensors of most models stay on the device,
-# and nothing is noted about them. The executor handles all other cases: a recorded or watched step, a tracer, a forked child,
-# and a finished operator, a queued copy or an ended claim with work due.
+# The short path is for a session without plans, such as `save_on_cpu`: most saved tensors of most models stay on the device and
+# need no record. The executor handles all other cases: a recorded or watched step, a tracer, a forked child. It also runs if
+# work is due for a finished operator, a queued copy or an ended claim.
 
 _Save = Callable[[Tensor], Handle]
 _Use = Callable[[Handle], Tensor]
 
 
 def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
-    """Both hooks of an executor, whose director is set. Dynamo compiles neither the hooks nor the functions that they call."""
+    """Return both hooks of an executor whose director is set. Dynamo compiles neither them nor what they call."""
     if not executor.director.plans:
         return uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
     return executor.hand_over.hooks(uncompiled(executor.save), uncompiled(executor.use))

@@ -3,10 +3,10 @@
     form.device_bytes                       # number of first bytes that stay on the device; the others are copied
     form.keep(storage, alloc_stream)        # right before the storage is dropped: copy them to a buffer
     form.put_back(storage, compute)          # the copy back is queued: copy them back
-    form.drop()                             # the bytes are not needed any more, or the storage stays
+    form.drop()                             # the bytes are no longer needed, or the storage stays
 
-A new form is a new subclass, such as `PartialForm` and `RecomputedForm` here, and `PackedForm` in `packed_group`. A form does
-not decide when bytes move. A `GatheredPart` is no form: it holds fewer bytes on the device, and takes any of these forms.
+Each form is a subclass: `PartialForm` and `RecomputedForm` here, `PackedForm` in `packed_group`. A form does not decide when
+bytes move. A `GatheredPart` is not a form: it reduces the bytes on the device, and can then move in any form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Form:
-    """Form of a storage that moves whole and unchanged; base class of the others."""
+    """Form of a storage that moves whole and unchanged; base class of the other forms."""
 
     __slots__ = ()
 
@@ -38,14 +38,14 @@ class Form:
     group: PackedGroup | None = None
     """Packed group that has the bytes while the storage is off the device; None: no group has them."""
     recipe: Recipe | None = None
-    """Recipe that recomputes the bytes; None: they are kept."""
+    """Recipe that recomputes the bytes; None: the bytes are kept."""
     original: Original | None = None
-    """Facts about the bytes that the recipe stands for; None: they are kept."""
+    """Facts about the bytes that the recipe must make; None: the bytes are kept."""
     device_bytes = 0
-    """Number of first bytes that stay on the device, in a buffer of their own; the others cross the link."""
+    """Number of leading bytes that stay in a buffer on the device. The other bytes cross the link."""
 
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
-        """Copy the staying bytes out of the storage, which is dropped next. May raise `torch.OutOfMemoryError`."""
+        """Copy the staying bytes out of the storage, whose memory is freed next. May raise `torch.OutOfMemoryError`."""
 
     def kept(self, slot: Slot) -> bool:
         """Call `keep` for the storage in `slot`. Returns False if there was no memory."""
@@ -57,10 +57,10 @@ class Form:
         return True
 
     def put_back(self, storage: torch.UntypedStorage, compute: Stream) -> None:
-        """Copy the bytes that stayed on the device back to their place, on `compute`."""
+        """Copy the bytes that stayed on the device back into the storage, on `compute`."""
 
     def drop(self) -> None:
-        """Free all device memory of the form: the bytes are not needed any more, or the storage stays."""
+        """Free all device memory of the form, because the bytes are no longer needed or the storage stays."""
 
 
 WHOLE = Form()
@@ -68,11 +68,11 @@ WHOLE = Form()
 
 # --- `PartialForm`: the first bytes of a storage stay on the device, in a buffer of their own
 #
-# Partial moves fill a budget exactly: of the last storage that has to move, only the excess over the budget leaves.
+# A partial move fills a budget exactly: the last storage to move leaves the device only by the excess over the budget.
 
 
 class PartialForm(Form):
-    """Form with all bytes on the host, except the first `device_bytes`."""
+    """Form with the first `device_bytes` on the device and all other bytes on the host."""
 
     __slots__ = ("_alloc_stream", "_buffer", "_streams", "device_bytes")
 
@@ -89,14 +89,14 @@ class PartialForm(Form):
             alloc_stream.copy(self._buffer, flat_bytes(storage)[: self.device_bytes])
 
     def put_back(self, storage: torch.UntypedStorage, compute: Stream) -> None:
-        """Copy the first bytes back to their place, on `compute`, and free their buffer."""
+        """Copy the first bytes back into the storage, on `compute`, and free their buffer."""
         if self._buffer is None or self._alloc_stream is None:
             return
         if self._alloc_stream is not compute:
             self._streams.join_all(self._alloc_stream)  # orders `compute` after the copy that filled the buffer
         compute.copy(flat_bytes(storage)[: self.device_bytes], self._buffer)
         if self._alloc_stream is not compute:
-            # Note [Reclaim]: the buffer's next owner on its own stream comes after that read
+            # Note [Reclaim]: the buffer is reused on its own stream only after that read
             self._streams.join_all(self._alloc_stream)
         self.drop()
 
@@ -106,23 +106,23 @@ class PartialForm(Form):
         self._buffer = self._alloc_stream = None
 
 
-# --- `RecomputedForm`: the bytes of a dropped storage are kept nowhere, and a recipe recomputes them
+# --- `RecomputedForm`: the bytes of a dropped storage are not kept; a recipe recomputes them
 
 
 class Original(NamedTuple):
-    """Facts about a storage that was dropped, or whose recipe is to be proved: its checksum, and details for the error."""
+    """Facts about a storage that was dropped, or whose recipe needs proof: its checksum, and details for the error."""
 
     checksum: ChecksumSlot
     nbytes: int
     dtype: str
     module: Callable[[], str]
-    """Function that returns the path of the module that saved it, or "" if that is unknown. Only an error asks."""
+    """Function that returns the path of the module that saved it, or "" if that is unknown. Called only for an error."""
     operators: list[str]
     """Names of the operators that recompute it, in order."""
     note_proven: Callable[[], None]
-    """Function that makes later steps drop it."""
+    """Function that lets later steps drop the storage."""
     ban: Callable[[], None]
-    """Function that makes later steps keep it."""
+    """Function that makes later steps keep the storage."""
 
     def __str__(self) -> str:
         where = f" in module {module!r}" if (module := self.module()) else ""
@@ -130,7 +130,7 @@ class Original(NamedTuple):
 
 
 class RecomputedForm(Form):
-    """Form of a storage whose bytes are not kept: its recipe has the calls that make them."""
+    """Form of a storage whose bytes are not kept. Its recipe has the calls that recompute them."""
 
     __slots__ = ("original", "recipe")
 
@@ -141,5 +141,5 @@ class RecomputedForm(Form):
         self.original: Original | None = original
 
     def drop(self) -> None:
-        """Release the recipe, and the sources that it holds."""
+        """Release the recipe with the sources that it holds."""
         self.recipe = self.original = None

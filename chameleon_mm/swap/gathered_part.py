@@ -1,18 +1,18 @@
-"""Gathered parts: if only a small view of a storage was saved, its bytes are kept and the rest is freed after the op.
+"""Gathered parts: if only a small view of a storage was saved, keep its bytes and free the rest after the operator.
 
-ON_DEVICE --gather--> ON_DEVICE, bytes side by side --swap_out--> ... --> back, side by side --unpack--> in place, for a use
+ON_DEVICE --gather--> ON_DEVICE, bytes packed --swap_out--> ... --> swapped in, packed --unpack--> in place, for a use
 
-    part = Part.of(t)                        # the bytes of its storage that the view covers; None if they overlap
-    packed = part.pack(storage)              # those bytes side by side: they are kept and moved instead of the storage
-    part.unpack(packed, storage)             # its bytes in their place; the bytes between them are undefined
+    part = Part.of(t)                        # the bytes of its storage that the view covers; None if elements overlap
+    packed = part.pack(storage)              # those bytes, packed: they are kept and moved instead of the storage
+    part.unpack(packed, storage)             # copy the bytes back in place; the bytes between them are undefined
 
-The restored storage has the same start as the saved one, so the view keeps its offset and strides. Kernels choose their path,
-and so their rounding, by strides and alignment. Bytes move as integers: a floating-point copy might quiet a NaN, a boolean copy
-might turn a 3 into a 1.
+The restored storage begins where the saved one began, so the view keeps its offset and strides. This matters because kernels
+choose their path, and so their rounding, by strides and alignment. Bytes are copied as integers: a floating-point copy might
+quiet a NaN, and a boolean copy might turn a 3 into a 1.
 
-The copy is torch's own for strided tensors, not the pack kernel, which takes strides too. A view is gathered alone, at the
-first hook after its op: waiting for others, to share a launch, would keep the memory that should be freed. For one view both
-are one launch, and the pack kernel also needs a table of addresses, renewed and uploaded.
+The copy is torch's own for strided tensors, not the pack kernel, although that takes strides too. A view is gathered alone, at
+the first hook after its operator: waiting for other views would keep the memory that should be freed. For one view both are one
+launch, but the pack kernel also needs an uploaded table of addresses.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ class Part(NamedTuple):
 
     word_bytes: int
     offset: int
-    """Offset of the first word, in words; sizes and strides are in words too."""
+    """Offset of the first word, in words. Sizes and strides are in words too."""
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
     @classmethod
     def of(cls, t: Tensor) -> Part | None:
-        """Part of its storage that `t` covers; None if it is empty, or has overlapping or odd-sized elements."""
+        """Return the part of its storage that `t` covers; None if `t` is empty or its elements overlap or have an odd size."""
         word_bytes = min(t.element_size(), 8)
         per_element = t.element_size() // word_bytes
         if word_bytes not in _WORDS or t.numel() == 0:
             return None
-        # A dimension of stride 0 adds no bytes. Sorted by stride: views that differ only in the order of dimensions are equal.
+        # A dimension of stride 0 adds no bytes. Sorted by stride, views that differ only in their order of dimensions are
+        # equal.
         dims_by_stride = sorted(
             (stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1 and stride > 0
         )
@@ -73,7 +74,7 @@ class Part(NamedTuple):
 
     @property
     def end_byte(self) -> int:
-        """Offset in the storage right after its last byte."""
+        """Offset in the storage right after the last byte of the part."""
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
         return (self.offset + last + 1) * self.word_bytes
 
@@ -84,7 +85,7 @@ class Part(NamedTuple):
         return packed.copy_(self._over(storage)).untyped_storage()
 
     def unpack(self, packed: torch.UntypedStorage, into: torch.UntypedStorage) -> None:
-        """Copy the packed bytes to their place, on the current stream. `into` has `end_byte` bytes or more."""
+        """Copy the packed bytes back in place, on the current stream. `into` has at least `end_byte` bytes."""
         words = torch.empty(0, dtype=_WORDS[self.word_bytes], device=packed.device)
         side_by_side = words.set_(packed, 0, (self.nbytes // self.word_bytes,), (1,)).view(self.sizes)
         self._over(into).copy_(side_by_side)
@@ -95,11 +96,10 @@ class Part(NamedTuple):
 
 
 class GatheredPart:
-    """Saved part of a storage, with its bytes side by side. The slot holds it instead of the storage, on the device and on the
-    host."""
+    """Saved part of a storage, packed. The slot holds the packed bytes instead of the storage."""
 
     def __init__(self, saved: SavedStorage, current: Stream, streams: ComputeStreams) -> None:
-        """Gather the part of `saved`, which is ON_DEVICE, by a kernel on `current`, which is the current stream.
+        """Gather the part of `saved`, which is ON_DEVICE, by a kernel on `current`, the current stream.
 
         The storage is freed at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
         """
@@ -109,7 +109,7 @@ class GatheredPart:
         streams.join_all(slot.alloc_stream)
         with annotation("chameleon::gather"):
             packed = part.pack(storage)
-        streams.join_all(slot.alloc_stream)  # Note [Reclaim]: its next owner comes after that read
+        streams.join_all(slot.alloc_stream)  # Note [Reclaim]: the memory is reused only after that read
         slot.keep_instead(packed)
         slot.alloc_stream.free(flat_bytes(storage))
         self._part, self._slot, self._saved_on = part, slot, slot.alloc_stream
@@ -119,19 +119,19 @@ class GatheredPart:
 
     @property
     def whole_bytes(self) -> int:
-        """Size of a storage that has the part in its place."""
+        """Size in bytes of a storage that has the part in place."""
         return self._part.end_byte
 
     def is_whole(self) -> bool:
-        """True if the saved storage is alive and was never emptied: a use finds the bytes in place."""
+        """True if the saved storage is alive and was never emptied, so that its bytes are in place."""
         storage = self._slot.first()
         return storage is not None and storage.nbytes() == self._slot.saved_nbytes and not self._slot.last_save.emptied
 
     def in_place(self, compute: Stream) -> torch.UntypedStorage | None:
-        """Return a live storage with the bytes in place that `compute` may use without a wait; None: there is none.
+        """Return a live storage with the bytes in place that `compute` may use without a wait, or None.
 
-        It is the saved storage, unless that was emptied. Otherwise it is the storage that another use unpacked: all views of
-        one storage share it.
+        This is the saved storage, or, if that was emptied, the storage that another use unpacked. All views of one storage
+        share it.
         """
         if self._saved_on is compute and self.is_whole():
             return self._slot.first()

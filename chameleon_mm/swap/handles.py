@@ -4,8 +4,8 @@
     handle.check_version()                          # on_use: eager's "modified by an inplace operation"
     handle.saved.alias.detach()                     # the saved tensor, once its storage has its memory
 
-Note [Version]: installing hooks switches eager's in-place check off, so every handle makes the check itself. A detached alias
-shares the version counter of `t` and of all its views.
+Note [Version]: saved-tensor hooks switch eager's in-place check off, so every handle makes that check. A detached alias shares
+the version counter of `t` and of all its views.
 """
 
 from __future__ import annotations
@@ -26,37 +26,36 @@ if TYPE_CHECKING:
     from chameleon_mm.record.calls import Relied
     from chameleon_mm.swap.claims import Claim
 
-# --- Version counter of a saved tensor: eager's check for writes, its error, and the saves that a copy of the bytes includes
+# --- Version counter of a saved tensor: eager's check for writes, eager's error, and which saves a copy includes
 #
 #     saved = SavedBytes(t)                       # at save: the bytes that `t` covers, and an alias with its counter
 #     saved.check()                               # at use: eager's "modified by an inplace operation"
 #     earlier.copy_includes(saved)                # at a later save of the same storage: a copy of the earlier bytes has these
 #
-# Versions of different counters cannot be compared. These share a storage and no counter: outputs of `unsafe_chunk` and
-# `unsafe_split`, `.data`, `set_`, and memory that a kernel fills without autograd. So take a copy that began before a tensor
-# was saved. It has the tensor's bytes only if they were saved before it began, under the same counter, at the same version.
-# Note [Identity].
+# Versions of different counters cannot be compared. Some tensors share a storage but no counter: outputs of `unsafe_chunk` and
+# `unsafe_split`, `.data`, `set_`, and memory that a kernel fills without autograd. So a copy that began before a tensor's save
+# includes its bytes only under one condition: an earlier save had the same bytes, counter and version. Note [Identity].
 #
-# Eager's error names the tensor's `grad_fn` at its use, or at its save if an operator saved its own output. If the tensor is
-# gone, our error names the `grad_fn` at its save. The hint and the spelling of operator names differ between torch versions.
-# Both are read from an error that torch is made to raise.
+# Eager's error names the tensor's `grad_fn` at its use, or at its save if an operator saved its own output. If the tensor was
+# freed, our error names the `grad_fn` at its save. The hint and the spelling of operator names differ between torch versions.
+# We read both from an error that we provoke in torch.
 #
-# Note [Uncovered]: the bytes of a saved tensor are complete when the operator that saves it is over. So a copy of them may wait
-# in a queue, ordered after that operator alone. Other bytes of the storage may be incomplete. Their owner may write them while
-# the copy waits, and no version counter of a saved tensor shows it.
+# Note [Uncovered]: the bytes of a saved tensor are complete when the operator that saves it has ended. So their copy may wait
+# in a queue, ordered only after that operator. Other bytes of the storage may be incomplete. Their owner may write them while
+# the copy waits, and no version counter of a saved tensor shows that write.
 #
 # Example: torch's GRU without cuDNN. Its gates are `unsafe_chunk` parts of one product, each with its own counter. It writes
 # them in place one after the other, and saves each when it is complete.
 #
-# So a copy that reads bytes that no save covers does not wait in the queue. It is handed over at once, after the moves queued
-# there, and is ordered after every write until then. A copy of covered bytes waits. If a version counter of its saves has
-# moved, each piece is ordered after all work launched until its hand-over: no save covers the written bytes any more.
+# So a copy that reads uncovered bytes does not wait in the queue. It is handed to the device at once, after the moves queued
+# before it, and ordered after all earlier writes. A copy of covered bytes may wait. If a save of it was written to meanwhile,
+# its bytes are no longer covered. Each piece is then ordered after all work launched before the piece.
 #
-# Bytes written after the hand-over may arrive half written, and no use reads them. If they are saved later, `Claims.find` finds
-# that this copy began too early for them.
+# Bytes written after the hand-over may be copied half written, but no use reads them. If they are saved later, `Claims.find`
+# sees that this copy began before that save.
 
 _Ref = Callable[[], Tensor | None]
-"""A weak reference."""
+"""Weak reference to a tensor, which returns None once the tensor is freed."""
 
 
 def _weakly(t: Tensor | None) -> _Ref:
@@ -64,7 +63,7 @@ def _weakly(t: Tensor | None) -> _Ref:
 
 
 class Origin:
-    """Operator and output index that a saved tensor came from. Holds neither tensor nor node: that would close a cycle."""
+    """Operator and output index that a saved tensor came from. Holds neither tensor nor node, which would make a cycle."""
 
     __slots__ = ("_name", "_node_number", "_output_nr", "_ref")
 
@@ -77,7 +76,7 @@ class Origin:
 
     @classmethod
     def known(cls, t: Tensor | None, name: str, node_number: int, output_nr: int) -> Origin:
-        """Return the origin of a tensor that was saved before, and may be gone by now."""
+        """Return the origin of a tensor that was saved earlier. `t` is None if the tensor was freed."""
         origin = cls.__new__(cls)
         origin._ref, origin._name, origin._node_number, origin._output_nr = _weakly(t), name, node_number, output_nr
         return origin
@@ -99,7 +98,7 @@ class Origin:
 
 
 def inplace_message(what: tuple[str, torch.Size], origin: Origin, version: int, expected: int) -> str:
-    """Eager's full message for a tensor of this (type, shape), saved at version `expected` and now at `version`."""
+    """Return eager's full message for a tensor of this (type, shape), saved at version `expected` and now at `version`."""
     eager = _eagers_own()
     hint = eager[eager.index(" Hint:") :] if " Hint:" in eager else ""
     return (
@@ -110,7 +109,8 @@ def inplace_message(what: tuple[str, torch.Size], origin: Origin, version: int, 
 
 
 def _eagers_own() -> str:
-    """torch's own message for a write to the saved result of exp. Raised on a new thread: hooks and modes are per thread."""
+    """Return torch's own message for a write to the saved result of `exp`. A new thread provokes it, free of hooks and
+    modes."""
     said: list[str] = []
 
     def provoke() -> None:
@@ -129,7 +129,7 @@ def _eagers_own() -> str:
 
 
 class SavedBytes:
-    """A saved tensor: the bytes of its storage that it covers, its version counter and version, and an alias of it."""
+    """Saved tensor: the bytes that it covers in its storage, its version counter, its version at the save, and an alias."""
 
     __slots__ = ("_counter", "_geometry", "_origin", "alias", "begin", "end", "expected", "is_dense")
 
@@ -137,15 +137,15 @@ class SavedBytes:
         self.expected = t._version
         """Version of the tensor when it was saved."""
         self.alias = t.detach()
-        """Tensor over the same storage that shares the counter and has no node. Uses get aliases of it: it is ours alone."""
+        """Detached tensor over the same storage, with the same version counter. Private: each use gets a new alias of it."""
         self._origin = Origin(t)
-        # A view has its base's counter. Autograd's node keeps neither alive, so a dead reference proves nothing.
+        # A view shares its base's counter. Autograd's node keeps neither alive, so a dead reference proves nothing.
         self._counter: _Ref = weakref.ref(t if (base := t._base) is None else base)
         element_bytes = t.element_size()
         shape, stride, offset = t.shape, t.stride(), t.storage_offset()
         self._geometry = (element_bytes, shape, stride, offset)
         self.is_dense = t.is_contiguous()
-        """True if it covers all bytes from its first to its last."""
+        """True if the tensor covers all bytes from its first to its last."""
         last = t.numel() - 1
         if not self.is_dense:
             dims = sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1)
@@ -156,14 +156,14 @@ class SavedBytes:
 
     @classmethod
     def known(cls, alias: Tensor, expected: int, origin: Origin, counter: Tensor | None) -> SavedBytes:
-        """Return the bytes of a tensor saved before, with an alias from then. `counter`: it, or its base; None: it is gone."""
+        """Make the record of a tensor saved earlier, with its `alias`. `counter`: the tensor, or a view's base; None: freed."""
         saved = cls(alias)
         saved.alias, saved.expected, saved._origin, saved._counter = alias, expected, origin, _weakly(counter)
         return saved
 
     @property
     def moved(self) -> bool:
-        """True if it was written to since it was saved."""
+        """True if the tensor was written to since it was saved."""
         return self.alias._version != self.expected
 
     def check(self) -> None:
@@ -172,19 +172,19 @@ class SavedBytes:
             what = self.alias.type(), self._geometry[1]
             raise RuntimeError(inplace_message(what, self._origin, self.alias._version, self.expected))
 
-    # --- the storage of its alias
+    # --- storage of the alias
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor as it was saved, but over `storage`: same strides, offset, dtype, conj and neg bits, version counter.
+        """Return the saved tensor over `storage`: same strides, offset, dtype, conj and neg bits, version counter.
 
-        A node may save it again (double backward) or write to it. The next use must notice both, so the counter is shared.
+        A node may save the tensor again (double backward) or write to it. The shared counter shows that to the next use.
         """
         shared = self.alias.detach()
         shared.data = self._in(storage)
         return shared
 
     def move_to(self, storage: torch.UntypedStorage | None) -> None:
-        """Move the alias to `storage`, as in `over`; None: to no storage. It keeps its version counter."""
+        """Make the alias a view of `storage`, as in `over`; None: of no storage. The alias keeps its version counter."""
         self.alias.data = self._in(storage)
 
     def _in(self, storage: torch.UntypedStorage | None) -> Tensor:
@@ -196,10 +196,10 @@ class SavedBytes:
             view = view.conj()
         return view._neg_view() if alias.is_neg() else view
 
-    # --- the saves that a copy of its bytes includes
+    # --- which saves a copy includes
 
     def copy_includes(self, later: SavedBytes, *, same_bytes: bool = False) -> bool:
-        """True if a copy of these bytes, begun after they were saved, includes those of `later`, a later save.
+        """True if a copy that began after this save includes the bytes of `later`, a later save.
 
         `same_bytes`: both are known to cover the same bytes.
         """
@@ -209,9 +209,9 @@ class SavedBytes:
         return counter is not None and counter is later._counter() and (same_bytes or self.covers(later))
 
     def columns(self) -> tuple[int, int, int, int] | None:
-        """Columns of a matrix that it covers: bytes of a row, number of rows, first byte in the row and the one after the last.
+        """Columns of a matrix that the tensor covers: bytes per row, number of rows, first byte in a row, byte after the last.
 
-        A range without holes is one row. None: its bytes are not such columns.
+        A range without holes is one row. None: its bytes are no such columns.
         """
         if self.is_dense:
             return self.end, 1, self.begin, self.end
@@ -233,24 +233,24 @@ class SavedBytes:
         return width * element_bytes, num_rows, begin, begin + run * element_bytes
 
     def covers(self, other: SavedBytes) -> bool:
-        """True if all bytes of `other` are known to be among these."""
+        """True if this tensor is known to cover all bytes of `other`."""
         if self.is_dense and self.begin <= other.begin and other.end <= self.end:
             return True
         return self._geometry == other._geometry
 
 
 def cover_all(saves: Sequence[SavedBytes], nbytes: int) -> bool:
-    """True if `saves` are known to cover every byte of their storage, of `nbytes`, together.
+    """True if `saves` together are known to cover every byte of their storage, which has `nbytes`.
 
-    They may do so as ranges of bytes, or as columns of one matrix, such as the parts of a fused projection. Saves that were
-    written to since then do not count.
+    They may be ranges of bytes, or columns of one matrix, such as the parts of a fused projection. Saves that were written to
+    since do not count.
     """
     by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for saved in saves:
         columns = None if saved.moved else saved.columns()
         if columns is not None:
             width, num_rows, begin, end = columns
-            # A range without holes lies in a matrix of one row: the whole storage.
+            # A range without holes counts as columns of a matrix with one row: the whole storage.
             rows = (nbytes, 1) if num_rows == 1 else (width, num_rows)
             by_rows.setdefault(rows, []).append((begin, end))
     for (width, num_rows), ranges in by_rows.items():
@@ -265,7 +265,7 @@ def cover_all(saves: Sequence[SavedBytes], nbytes: int) -> bool:
 
 
 def _without_holes(dims: list[tuple[int, int]]) -> bool:
-    """True if (stride, size) sorted by stride leave no byte out."""
+    """True if `dims`, (stride, size) pairs sorted by stride, leave no gaps."""
     reach = 1
     for stride, size in dims:
         if stride > reach:
@@ -277,14 +277,14 @@ def _without_holes(dims: list[tuple[int, int]]) -> bool:
 # --- handles
 
 NO_HOOK = -1
-"""Hook number of a part of another handle, and of a save that the director does not number, such as one outside of steps."""
+"""Hook number of a save without a number: a part of another handle, or a save outside of steps."""
 
 _NOWHERE = (-1, NO_HOOK)
 
 
 class KeptTensor:
-    """A saved tensor that stays on the device. Held by reference, as in eager, unless it may be a result of the node that saves
-    it, or a view of one. Such a tensor is detached: a node must not keep itself alive."""
+    """Saved tensor that stays on the device. It is held by reference, as in eager, unless it may be a result of the node that
+    saves it, or a view of one. Such a tensor is detached, because a node must not keep itself alive."""
 
     __slots__ = ("__weakref__", "_origin", "expected", "relied", "saved_at", "tensor")
 
@@ -292,7 +292,7 @@ class KeptTensor:
         self.saved_at = saved_at
         """Step and hook number of the save."""
         self.relied: Relied | None = None
-        """Handles and dropped storages that rely on its bytes, in a step that recomputes."""
+        """Handles and dropped storages that depend on its bytes, in a step that recomputes; None: none do."""
         self.expected = t._version
         """Version of the tensor when it was saved."""
         self.tensor = t
@@ -301,14 +301,14 @@ class KeptTensor:
             return
         node, may_be_result = t.grad_fn, t._base is not None
         if node is not None and not may_be_result:
-            # A C++ node takes its number right before it saves. The node of a Python function may take it long before.
+            # A C++ node takes its sequence number right before it saves; the node of a Python function perhaps much earlier.
             may_be_result = node._sequence_nr() == sequence_nr() - 1 or bool(type(node).__flags__ & HEAP_TYPE)
         if may_be_result:
             self.tensor, self._origin = t.detach(), Origin(t)
 
     @classmethod
     def known(cls, t: Tensor, expected: int, origin: Origin | None, saved_at: tuple[int, int]) -> KeptTensor:
-        """Of a tensor that was saved before. `origin`: as in `__init__`, None: it is held by reference."""
+        """Make the handle of a tensor saved earlier. `origin`: as in `__init__`; None: the tensor is held by reference."""
         kept = cls(t, saved_at, by_reference=True)
         kept.expected, kept._origin = expected, origin
         return kept
@@ -320,7 +320,7 @@ class KeptTensor:
 
 
 class SwappedView:
-    """A saved tensor whose storage moves: the claim on the storage, and the tensor's bytes and alias."""
+    """Saved tensor whose storage moves: the claim on the storage, and the tensor's bytes and alias."""
 
     __slots__ = ("__weakref__", "claim", "saved", "saved_at", "swap_in_number")
 
@@ -329,17 +329,17 @@ class SwappedView:
         self.claim = claim
         self.saved = saved
         self.swap_in_number = -1
-        """Swap-in number of the storage at this view's last use. From it the storage counts the uses that are left."""
+        """Swap-in number of the storage at this view's last use. `Uses` reads it to count the uses to come."""
 
     def check_version(self) -> None:
         self.saved.check()
 
 
 class WrapperHandle:
-    """A saved wrapper subclass (DTensor, NF4, Float8, jagged ...): handles of the tensors it wraps, and how to wrap them again.
+    """Saved wrapper subclass (DTensor, NF4, Float8, jagged ...): handles of its inner tensors, and how to wrap them again.
 
-    It uses PyTorch's protocol for such classes: `__tensor_flatten__` and `__tensor_unflatten__`. Writes reach the inner
-    tensors, whose handles check their versions. The wrapper's own counter is checked too while the wrapper is alive. If only
+    It uses PyTorch's protocol for such classes: `__tensor_flatten__` and `__tensor_unflatten__`. A write to the wrapper writes
+    the inner tensors, whose handles check their versions. While the wrapper is alive, its own counter is checked too. If only
     one inner tensor moves, as in a DTensor, steps and plans treat the wrapper's hooks as hooks of that tensor.
     """
 
@@ -354,7 +354,7 @@ class WrapperHandle:
         self.moving: SwappedView | WrapperHandle | None = (
             None if isinstance(only, WrapperHandle) and only.moving is None else only
         )
-        """Handle of the part that moves, if exactly one does; a `WrapperHandle` if that is a wrapper itself. Otherwise None."""
+        """Handle of the inner tensor that moves (a `WrapperHandle` if it is a wrapper itself); None if none or several move."""
         self.saved_at = _NOWHERE
         self._rest = rest
         self._context = context
@@ -372,12 +372,12 @@ class WrapperHandle:
 
     @property
     def claim(self) -> Claim | None:
-        """Claim on the only storage in it that moves; None: none or several move."""
+        """Claim on the wrapper's only storage that moves; None if none or several move."""
         return None if self.moving is None else self.moving.claim
 
     @property
     def saved_at(self) -> tuple[int, int]:
-        """Step and hook number of the save. The only part that moves has the same."""
+        """Step and hook number of the save. If only one inner tensor moves, it has the same numbers."""
         return self._saved_at
 
     @saved_at.setter
@@ -387,7 +387,7 @@ class WrapperHandle:
             self.moving.saved_at = at
 
     def rebuild(self, use: Callable[[Handle, bool], Tensor]) -> Tensor:
-        """Rebuild the wrapper. `use(handle, at_hook)`: tensor of a part; `at_hook`: the wrapper's hook counts as the part's."""
+        """Rebuild the wrapper. `use(handle, at_hook)` returns an inner tensor. `at_hook`: the hook counts as that tensor's."""
         whole = {**{name: use(part, part is self.moving) for name, part in self.parts.items()}, **self._rest}
         wrapped: Tensor = self._type.__tensor_unflatten__(whole, self._context, self._shape, self._stride)
         return wrapped
@@ -398,7 +398,7 @@ Handle = KeptTensor | SwappedView | WrapperHandle
 
 
 def used_in_child(nbytes: int, pid: int) -> RuntimeError:
-    """Error for a use in a forked child of the process `pid`, which saved the tensor of so many bytes."""
+    """Error for a use in a forked child. `pid`: the process that saved the tensor of `nbytes`."""
     return RuntimeError(
         f"a saved tensor of {nbytes} bytes: expected a use in the process that saved it ({pid}), got one in a forked child "
         f"({os.getpid()}), where its device cannot be used; run backward in the parent"
@@ -406,7 +406,7 @@ def used_in_child(nbytes: int, pid: int) -> RuntimeError:
 
 
 def used_in_capture(nbytes: int) -> RuntimeError:
-    """Error for a use in the capture of a graph that does not include the save."""
+    """Error for a use inside a graph capture that does not include the save."""
     return RuntimeError(
         f"a CUDA graph that captures a backward: expected its forward in the capture too, got a tensor of {nbytes} bytes that "
         f"was saved before and may be moved between replays; capture both together"
@@ -414,5 +414,5 @@ def used_in_capture(nbytes: int) -> RuntimeError:
 
 
 def flat_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Flat uint8 tensor over all of a storage."""
+    """Return a flat uint8 tensor over the whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

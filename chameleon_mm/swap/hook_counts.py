@@ -1,6 +1,6 @@
-"""Counts of hooks, inside of steps and between them. Misuse of a session shows in them.
+"""Counts of hooks, inside and between steps. They show misuse of a session.
 
-counts.saves += 1; counts.uses += 1              # at every hook of autograd's
+counts.saves += 1; counts.uses += 1              # at every hook of autograd
 counts.begin_step(session's own hook); counts.end_step(completed=...)
 misuse(counts, thread="MainThread")              # -> "session.step() was never called: ..."
 """
@@ -17,44 +17,44 @@ from chameleon_mm.units import format_size
 _log = logging.getLogger(__name__)
 
 UNNAMED_STEPS = 16
-"""Backward passes before the first step until a warning says that no step began: gradients may be accumulated over some."""
+"""Number of backward passes without a step before a warning. Some are allowed: gradients may be accumulated."""
 
 
 class HookCounts:
     """Hooks and steps since the executor began.
 
-    Several threads may run hooks at once, and increments may be lost. So read only "none" or "some" from counts of hooks.
+    Several threads may run hooks at once, so increments may be lost. Only the difference between zero and non-zero is reliable.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        """Completed steps. The counts named `steps_` below are of these."""
+        """Number of completed steps. The counts below named `steps_` are among these."""
         self.steps_without_saves = 0
         self.steps_without_uses = 0
-        """Steps that saved something, and used none of it until they ended."""
+        """Steps with saves but without uses."""
         self.steps_without_gradients = 0
-        """Steps without saves that began with gradients off."""
+        """Steps without saves that began with gradients disabled."""
         self.steps_under_others = 0
         """Steps without saves that began with other hooks on top of the session's."""
         self.saves_between = 0
-        """Saves outside of steps."""
+        """Number of saves outside of steps."""
         self.uses_between = 0
         self.saves = self.uses = 0
-        """Hooks since the last step began or ended. The hooks count them here."""
+        """Numbers of hooks since the last step began or ended. The hooks count here."""
         self.expects_steps = False
-        """True if the user should begin steps, and gets a warning if none begins."""
+        """True if the user should begin steps; a warning follows if no step begins."""
         self.was_told = False
         self.attached: str | None = None
-        """Class of the attached model, whose steps are found; None: the user begins steps."""
+        """Class of the attached model, whose steps begin automatically; None: the user begins steps."""
         self.trained_on: str | None = None
-        """Thread other than the attached one on which its optimizer stepped last; None: there is none."""
+        """Latest thread, other than the attached one, on which the optimizer stepped; None: there is none."""
         self._any_begun = False
         self._unnamed_steps = 0
         self._in_step: tuple[bool, bool] | None = None
-        """For the running step, at its begin: gradients were on, and the session's hooks were on top. None: no step runs."""
+        """State as the running step began: gradients were enabled; the session's hooks were on top. None: no step runs."""
 
     def begin_step(self, pack_hook: object) -> None:
-        """Begin a step, on this thread. `pack_hook`: the hook that autograd should call for saves; None: unknown."""
+        """Begin a step, on this thread. `pack_hook`: pack hook that autograd should call; None: unknown."""
         self.count_between_steps()
         self._any_begun = True
         top = saved_tensor_hooks_on_top()
@@ -82,7 +82,7 @@ class HookCounts:
             _log.warning("chameleon_mm: %s", NEVER_CALLED)
 
     def count_between_steps(self) -> None:
-        """Add hooks since the last step to the counts between steps. Inside a step there is nothing to add."""
+        """Add hooks since the last step to the counts between steps. Inside a step, do nothing."""
         if self._in_step is None:
             self.saves_between += self.saves
             self.uses_between += self.uses
@@ -101,10 +101,10 @@ NEVER_CALLED = (
 
 
 def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str, frozen: bool) -> str | None:
-    """Message that says how the session is misused, and what to do; None if it is not misused.
+    """Return a message about misuse of the session, with a remedy; None if it is not misused.
 
-    `closed`: the session's `with` block is over. `thread`: name of the thread that entered it. `frozen`: the session knows the
-    model, and no parameter of it requires a gradient.
+    `closed`: the session's `with` block has ended. `thread`: name of the thread that entered it. `frozen`: the session knows
+    the model, and none of its parameters requires a gradient.
     """
     counts.count_between_steps()
     if counts.trained_on is not None and not counts.steps:
@@ -125,7 +125,7 @@ def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str, f
 
 
 def limits_problem(hbm_budget_bytes: int, capacity_bytes: int, host_bytes: int, min_bytes: int) -> str | None:
-    """Sentence about limits with which nothing ever moves; None: something may."""
+    """Return a sentence about limits with which nothing can ever move; None: something may move."""
     if hbm_budget_bytes > capacity_bytes:
         return (
             f"hbm_budget: expected at most the device's {format_size(capacity_bytes)}, got {format_size(hbm_budget_bytes)}, so "
@@ -159,7 +159,7 @@ def _without_steps(counts: HookCounts, *, closed: bool, thread: str) -> str | No
 
 
 def _without_saves(counts: HookCounts, *, thread: str, frozen: bool) -> str:
-    """Reason why no step saved anything, as far as it is known."""
+    """Return the probable reason why no step saved a tensor."""
     said = f"no hook of this session ran in any of its {counts.steps} steps, so nothing could be swapped: "
     if frozen:
         return f"{said}the model has no parameter that requires a gradient; thaw what it should train, or use no session"

@@ -1,4 +1,4 @@
-"""States of a saved storage, and its copy on the host from the moment its copy out is queued.
+"""States of a saved storage, and its copy on the host.
 
 copy = HostCopy.begin(block, source, start, saves, after, context, at_once=False)   # queues the copy out
 copy.issue_out(nbytes); copy.is_complete
@@ -31,26 +31,26 @@ from chameleon_mm.swap.metrics import Metrics
 if TYPE_CHECKING:
     from chameleon_mm.swap.saved_storage import SavedStorage
 
-# --- States of a saved storage, their transitions, and the objects that all storages of one executor share
+# --- States of a saved storage, their transitions, and objects shared by all storages of one executor
 
 
 class State(enum.Enum):
     """State of a saved storage: where its bytes are."""
 
     ON_DEVICE = "on_device"
-    """On the device alone. Begins at the save; ends when a copy out is queued, or when it is packed or dropped."""
+    """On the device only. Begins at the save. Ends when a copy out is queued, or when the storage is packed or dropped."""
     SWAPPING_OUT = "swapping_out"
-    """On the device, with a copy out queued or running. Ends when compute is ordered after that copy and the HBM is freed."""
+    """On the device, with a copy out queued or running. Ends once compute waits for that copy and the memory is freed."""
     ON_HOST = "on_host"
-    """On the host, in a packed group, or nowhere: a recipe recomputes it. Begins when its HBM is freed. Ends when a copy back
-    is queued, or when it is unpacked from its group, wherever that lies, or recomputed."""
+    """On the host, in a packed group, or nowhere if a recipe recomputes it. Begins when its device memory is freed. Ends when a
+    copy back is queued, or the storage is unpacked from its group or recomputed."""
     SWAPPING_IN = "swapping_in"
-    """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
+    """On the host, with a copy back queued or running. Ends at the first use, which makes compute wait for that copy."""
     RESTORED = "restored"
-    """On both. Begins at the first use after a swap-in, or after the copy out if others still refer to the storage. Ends when
-    its HBM is freed: once only we refer to it, under pressure, or by a plan that brings it back for a later use."""
+    """On host and device. Begins at the first use after a swap-in, or after the copy out if others still refer to the storage.
+    Ends when its device memory is freed: once only we refer to it, under pressure, or by a plan."""
     RETIRED = "retired"
-    """Nowhere: the last handle is gone, and all memory is released."""
+    """Released: the last handle and all memory are gone."""
 
 
 NEXT = {
@@ -61,14 +61,14 @@ NEXT = {
     State.RESTORED: (State.RESTORED, State.ON_HOST, State.ON_DEVICE, State.RETIRED),
     State.RETIRED: (),
 }
-"""States that may follow each state. A storage goes from ON_DEVICE to ON_HOST at once, in stream order, if it is packed into a
-group or dropped for recomputation. It goes from RESTORED to ON_DEVICE if its recipe's source is about to change, or it is saved
-again with bytes that its copy lacks."""
+"""States that may follow each state. A storage changes from ON_DEVICE to ON_HOST at once, in stream order, if it is packed into
+a group or dropped for recomputation. It changes from RESTORED to ON_DEVICE in two cases: its recipe's source is about to
+change, or a new save has bytes that the copy lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapContext:
-    """Objects that a storage needs to be swapped: one set per executor."""
+    """Objects that are needed to swap a storage: one set per executor."""
 
     pool: PinnedPool
     out_queue: CopyQueue
@@ -76,9 +76,9 @@ class SwapContext:
     metrics: Metrics
     streams: ComputeStreams
     checksums: Checksums | None = None
-    """Checksums of the bytes that go out, compared with those that come back; None: not checked."""
+    """Checksums of the bytes copied out, compared with the bytes copied back; None: not checked."""
     held: dict[SavedStorage, None] = field(default_factory=dict)
-    """Storages whose bytes also lie elsewhere. Each hook tries to free their memory, which goes once only we refer to them."""
+    """Storages whose bytes also exist elsewhere. Each hook frees the memory of those that only we refer to."""
 
 
 # --- host copy
@@ -87,20 +87,20 @@ _log = logging.getLogger(__name__)
 
 
 class HostCopy:
-    """Block of host memory with a saved storage's bytes, except those that stay on the device."""
+    """Host block with the bytes of a saved storage, except those that stay on the device."""
 
-    # No `__init__`: it would be one more call for every storage that moves.
+    # No `__init__`: it would cost one more call for every storage that moves.
     block: PinnedBlock | ArenaPart | None
-    """Host block; None once it is released, which may be before the copy out is over."""
+    """Host block; None once it is released, which may happen before the copy out ends."""
     buffer: Tensor | None
-    """Memory of the block; None as for that. Made once: that takes as long as the driver's call of a copy."""
+    """Tensor over the block; None if `block` is None. Made once, because making it takes as long as issuing a copy."""
     out: Move
     back: Move | None = None
     """Latest copy back."""
     read: Event | None = None
-    """Event after the latest copy back that was handed over: the block is read until then."""
+    """Event after the latest copy back handed to the device. The copy reads the block until then."""
     arrived_on: Stream | None = None
-    """Stream that was ordered after the latest copy back."""
+    """Stream that waits for the latest copy back; None: no stream does."""
     context: SwapContext
 
     @classmethod
@@ -115,8 +115,8 @@ class HostCopy:
         *,
         at_once: bool,
     ) -> HostCopy:
-        """Queue the copy of `source`, from byte `start` on, to `block`, after the events `after`. Raises `TransferFailed`, with
-        the block released."""
+        """Queue the copy of `source`, from byte `start` on, to `block`, after the events `after`. Releases the block and raises
+        `TransferFailed` if the device refuses."""
         buffer = block.buffer
         with annotation("chameleon::swap_out"):
             written, timed = (saves, context.streams.record_each), context.metrics.timed
@@ -134,8 +134,8 @@ class HostCopy:
     def known(
         cls, block: ArenaPart, out: Event, back: Event | None, arrived_on: Stream | None, context: SwapContext
     ) -> HostCopy:
-        """Record of a copy out and a copy back that a loop has handed to the device, with an event after each. None: no copy
-        back, or no stream waited for it. Their bytes are counted elsewhere."""
+        """Make the record of copies that the loop has handed to the device. `out`, `back`: events after the copy out and the
+        copy back. None: no copy back, or no stream waited for it. The bytes are counted elsewhere."""
         copy = cls()
         copy.block, copy.buffer, copy.context, copy.read, copy.arrived_on = block, block.buffer, context, back, arrived_on
         copy.out = Move.known(block.nbytes, out)
@@ -150,10 +150,10 @@ class HostCopy:
         return self.out.done is not None and self.out.done.query()
 
     def issue_out(self, nbytes: int) -> Event | None:
-        """Hand over the rest of the copy out of a storage of `nbytes`. Returns the event after it; None: it was refused."""
+        """Hand the rest of the copy out of a storage of `nbytes` to the device. Returns the event after it; None: refused."""
         try:
             return self.context.out_queue.issue(self.out)
-        except RuntimeError as error:  # the tensor stays: a use finds it on the device
+        except RuntimeError as error:  # the tensor stays on the device
             refused = "chameleon_mm: %d bytes stay on the device, their copy out was refused: %s"
             self.context.metrics.warn(_log, refused, nbytes, str(error))
             return None
@@ -161,13 +161,13 @@ class HostCopy:
     # --- back
 
     def begin_back(self, destination: torch.UntypedStorage, start: int, compute: Stream, *, at_once: bool) -> bool:
-        """Queue the copy back to `destination`, from byte `start` on, whose memory was just allocated on `compute`. Returns
-        False if the device refuses."""
+        """Queue the copy back to `destination`, from byte `start` on. Its memory was just allocated on `compute`. Returns False
+        if the device refuses."""
         context = self.context
         assert self.buffer is not None
         assert self.out.done is not None, "device memory was reclaimed before its copy out was issued"
-        # Note [Swap-in]: an earlier owner of the device memory may still be running on compute. The copy out must be complete
-        # before the host copy is read.
+        # Note [Swap-in]: compute may still use the device memory for its earlier owner. The copy out must end before the host
+        # copy is read.
         after = [compute.record(), self.out.done]
         with annotation("chameleon::swap_in"):
             move = Move(destination, self.buffer, after, start=start, timed=context.metrics.timed)
@@ -179,21 +179,22 @@ class HostCopy:
         return True
 
     def arrive(self, compute: Stream, tensor: int | None, *, prefetched: bool) -> None:
-        """Order `compute` after the copy back, for a use of a plan's tensor `tensor`. `prefetched`: begun before this use."""
+        """Order `compute` after the copy back, for a use of the plan's tensor `tensor`. `prefetched`: it began before this
+        use."""
         assert self.back is not None
         metrics = self.context.metrics
         arrived = self.read = self.context.back_queue.issue(self.back)
         if self.arrived_on is compute:
             return
         if not arrived.query():
-            with annotation("chameleon::wait"):  # Note [Swap-in]: the use comes after the bytes are there
+            with annotation("chameleon::wait"):  # Note [Swap-in]: the use must come after the copy back
                 metrics.wait(compute, arrived, "in", tensor, prefetched=prefetched)
         elif prefetched:
             metrics.on_time()
         self.arrived_on = compute
 
     def settle_back(self, owner: Stream, nbytes: int) -> None:
-        """Cancel the copy back of `nbytes`, else order `owner`, the stream that owns its destination, after it."""
+        """Cancel the copy back of `nbytes`, else order `owner`, the stream that owns the destination, after it."""
         assert self.back is not None
         context = self.context
         if self.back.failed:
@@ -210,8 +211,8 @@ class HostCopy:
     # --- release
 
     def release(self) -> None:
-        """Give the block back. Note [Host block]: its next owner's copy out waits for our last copy, on its stream. A copy back
-        comes after the copy out, so its event covers both."""
+        """Release the block. Note [Host block]: the copy out of its next owner waits for our last copy, on its stream. A copy
+        back follows the copy out, so the event after it covers both."""
         if self.block is None:
             return
         self.block.release(after=self.out.done if self.read is None else self.read)

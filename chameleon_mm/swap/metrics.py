@@ -1,11 +1,11 @@
-"""Counters and timings of what the executor did.
+"""Counters and timings of the executor's work.
 
-    metrics.wait(compute, event, "in")      # stall: the time that compute waited for a copy
+    metrics.wait(compute, event, "in")      # stall: time that compute waits for a copy
     metrics.moved(move, "out", nbytes)      # a copy's own time, piece by piece
     metrics.totals                          # bytes, reasons, fallbacks; hidden share = 1 - stall / copy time
 
-A timed event costs ten times an untimed one on a GPU, so a step is timed as a whole or not at all. `Metrics.time_of` returns
-a step's times once its last event is complete.
+On a GPU a timed event costs ten times an untimed one. So a step is timed as a whole or not at all. `Metrics.time_of` returns a
+step's times once its last event is complete.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from chameleon_mm.device import Event, Stream
 from chameleon_mm.pool.free_list import Units, units_bytes
 from chameleon_mm.swap.copy_queue import Move, Piece
 
-# --- Sums of one step's times; each part is added once the device has reached it
+# --- Sums of one step's times. Each time is added once the device has reached its event
 
 
 Direction = Literal["out", "in"]
 
 EVENT_GAP_US = 10.0
-"""Time that a GPU takes from one timed event to the next without a wait. A wait of at most this is no stall."""
+"""Time in us that a GPU takes from one timed event to the next without a wait. A shorter wait does not count as a stall."""
 
 
 class StepTime(NamedTuple):
@@ -39,13 +39,13 @@ class StepTime(NamedTuple):
 
     step_us: float
     stalls_us: dict[int, float]
-    """Time that compute waited for each storage's copies, out and back, by the storage's number in the plan."""
+    """Time that compute waited for copies of each storage, out and back, by the storage's number in the plan."""
     busy_us: float
-    """Time of the step without its waits for copies of either direction."""
+    """Time of the step without its waits for copies, out or back."""
 
 
 class StepSums:
-    """Times of one timed step that are known so far, in microseconds of the device's clock."""
+    """Sums of the times of one timed step that are known so far, in microseconds of the device's clock."""
 
     __slots__ = ("begin", "copy_us", "end", "recompute_us", "stall_us", "stalls_us")
 
@@ -55,7 +55,7 @@ class StepSums:
         """Event at the step's end; None until `Metrics.end_step` records it."""
         self.stall_us = self.copy_us = self.recompute_us = 0.0
         self.stalls_us = defaultdict[int, float](float)
-        """Parts of `stall_us`, of storages that the plan knows, by their numbers in it."""
+        """Share of each storage in `stall_us`, by its number in the plan. Only for storages that the plan has."""
 
     @property
     def is_over(self) -> bool:
@@ -64,27 +64,27 @@ class StepSums:
 
     @property
     def step_us(self) -> float:
-        """Time from the step's begin to its end; valid once `is_over`."""
+        """Time from the step's beginning to its end; valid once `is_over`."""
         assert self.end is not None
         return self.end.elapsed_us(self.begin)
 
 
 # --- Spans that a session timed, on one clock: microseconds of the device since the first timed step began
 # CopySpan        copy in one direction
-# WaitSpan        time in which compute waited for a copy, or recomputed something
+# WaitSpan        time in which compute waited for a copy, or recomputed a storage
 # StepSpan        timed step, and when the host began it
-# MemorySample    memory as a hook found it, on the host's clock
+# MemorySample    memory read at a hook, on the host's clock
 
 
 class StepKind(enum.Enum):
     """Kind of a step. Each step has one kind, known at its end."""
 
     RECORDED = "recorded"
-    """Recorded operator by operator to its end, so that a plan can be made of it."""
+    """Recorded operator by operator to its end, for a plan."""
     PLANNED = "planned"
     """Followed a plan from its first hook to its last."""
     PARTLY_PLANNED = "partly_planned"
-    """Followed a plan for a part of the step: it diverged, took more memory, or was recognised late."""
+    """Followed a plan for part of the step: the step diverged, took more memory, or was recognised late."""
     BY_RULE = "by_rule"
     """Followed no plan: the default rule moved its tensors."""
     FAILED = "failed"
@@ -111,17 +111,17 @@ class CopySpan:
 
 @dataclass(frozen=True, slots=True)
 class WaitSpan:
-    """Interval in which compute waited for a copy or recomputed something, on the clock of `CopySpan`."""
+    """Interval in which compute waited for a copy or recomputed a storage, on the clock of `CopySpan`."""
 
     kind: str
-    """Direction of the copy, "out" or "in"; "recompute": compute waited for none."""
+    """Direction of the copy, "out" or "in"; "recompute" for a recomputation, without a copy."""
     start_us: float
     end_us: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """Timed step on the clock of `CopySpan`, with the host's time at its begin."""
+    """Timed step on the clock of `CopySpan`, with the host's time at its beginning."""
 
     number: int
     """Index of the step among all steps that ended, from 0."""
@@ -129,9 +129,9 @@ class StepSpan:
     start_us: float
     end_us: float
     host_us: float
-    """Value of the device's `host_us` when the host began the step: on a GPU not later than `start_us`."""
+    """Value of the device's `host_us` when the host began the step. On a GPU not later than `start_us`."""
     unix_ns: int
-    """The same moment on the wall clock, which torch.profiler uses."""
+    """Same moment on the wall clock, in ns, as torch.profiler counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class MemorySample:
     host_us: float
     hbm_bytes: int
     host_bytes: int
-    """Pinned memory in live blocks."""
+    """Bytes of pinned memory in live blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,35 +176,35 @@ class _BegunStep(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Counts of what swapping did, as a report shows them."""
+    """Counts of the work of swapping, for a report."""
 
     timed_steps: int = 0
-    """Timed steps that have begun: `stall_us`, `copy_us` and `hidden_fraction` cover these."""
+    """Timed steps that have begun. `stall_us`, `copy_us` and `hidden_fraction` cover only these."""
     bytes_swapped_out: int = 0
     bytes_swapped_in: int = 0
     bytes_reclaimed: int = 0
-    """Device memory freed after copies out, of storages no longer needed too, and by gathering small views."""
+    """Device memory freed after copies out, or by gathering small views. Includes storages no longer needed."""
     bytes_reclaimed_by_allocator: int = 0
-    """Part of `bytes_reclaimed` that the device's allocator reclaimed itself, during an allocation."""
+    """Part of `bytes_reclaimed` that the device's allocator itself reclaimed during an allocation."""
     state_bytes_swapped_out: int = 0
-    """Bytes of optimizer state that left the device. No other counter includes them."""
+    """Bytes of optimizer state copied out. No other counter includes them."""
     state_bytes_swapped_in: int = 0
     parameter_bytes_swapped_out: int = 0
-    """Bytes of parameters copied out because they had been written. No other counter includes them."""
+    """Bytes of parameters copied out because they were written. No other counter includes them."""
     parameter_bytes_swapped_in: int = 0
     gradient_bytes_swapped_out: int = 0
-    """Bytes of gradients that left the device. No other counter includes them."""
+    """Bytes of gradients copied out. No other counter includes them."""
     gradient_bytes_swapped_in: int = 0
     swap_ins_on_demand: int = 0
-    """Swap-ins started at the use."""
+    """Swap-ins that began at the use."""
     prefetches: int = 0
-    """Swap-ins started before the use."""
+    """Swap-ins that began before the use."""
     uses_on_device: int = 0
-    """Uses without a swap-in at the use: the storage never left, lives elsewhere, or was prefetched, unpacked or recomputed."""
+    """Uses without a swap-in on demand: the storage stayed, has other memory, or was prefetched, unpacked or recomputed."""
     budget_misses: int = 0
-    """Memory checks, and requests for room, that found memory above the budget with nothing left to reclaim."""
+    """Memory checks and requests for room that found memory above the budget and nothing left to reclaim."""
     fallbacks: int = 0
-    """Storages that stayed on the device: no pinned memory was left, or the device refused the copy."""
+    """Storages that stayed on the device because no pinned memory was left or the device refused the copy."""
     gathers: int = 0
     """Small views kept without the rest of their storage."""
     recomputed: int = 0
@@ -215,15 +215,15 @@ class Counters:
     """Bytes of unsaved storages that were held as sources of recipes."""
     recomputations: int = 0
     proofs: int = 0
-    """Recipes tried at the first use of an original that was kept for that, and compared with it."""
+    """Recipes whose result was compared with the kept original at its first use."""
     packed_groups: int = 0
-    """Packed groups of small storages. Each crossed the link in one copy."""
+    """Packed groups of small storages. Each group crossed the link in one copy."""
     pageable_swap_outs: int = 0
-    """Swap-outs to pageable host memory: no more could be pinned, and the budget did not let the storage stay."""
+    """Swap-outs to pageable host memory, because no more memory could be pinned and the storage could not stay."""
     oom_retries: int = 0
-    """Second attempts after a lack of memory: allocations to bring bytes back, operators of recorded steps, replays."""
+    """Second attempts after a failed allocation: by swap-ins, operators of recorded steps, or replays."""
     steps_run_again: int = 0
-    """Runs of steps by `run_step` after the first, each within a tighter budget."""
+    """Runs of a step that `run_step` repeated, each with a smaller budget."""
     snapshots: int = 0
     """Snapshots taken. `snapshot_bytes`: their total size."""
     snapshot_bytes: int = 0
@@ -234,25 +234,25 @@ class Totals(Counters):
     """Sums since the executor began."""
 
     steps_by_kind: Counter[StepKind] = field(default_factory=Counter)
-    """Steps that ended while the device could be asked: not in a graph capture, nor in a forked child."""
+    """Completed and failed steps, by kind. Steps in a graph capture or in a forked child are not counted."""
     stall_us: float = 0.0
     copy_us: float = 0.0
     prefetches_timed: int = 0
-    """Swap-ins of timed steps that began before their use. Each is counted at that use."""
+    """Prefetches in timed steps. Each is counted at its use."""
     prefetches_late: int = 0
     """Prefetches among `prefetches_timed` that compute had to wait for."""
     late_us: float = 0.0
     """Total time that compute waited for late prefetches."""
     recompute_us: float = 0.0
-    """Time in which compute recomputed dropped storages in timed steps, without comparisons with originals."""
+    """Time in which compute recomputed dropped storages in timed steps, without the comparisons."""
     kept_by_reason: Counter[str] = field(default_factory=Counter)
     not_recomputed_by_reason: Counter[str] = field(default_factory=Counter)
-    """Refusals to recompute a storage that a plan drops, by reason. The storage was swapped or kept instead."""
+    """Number of storages that a plan recomputes but that were swapped or kept instead, by reason."""
     warnings: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Warnings by their message before its values are put in: the first as it was logged, and how often there was one."""
+    """Warnings by unformatted message: the first formatted message, and how often it occurred."""
 
     def counters(self) -> dict[str, int]:
-        """Return the counters alone, by name."""
+        """Return only the counters, by name."""
         return {f.name: getattr(self, f.name) for f in fields(Counters)}
 
     @property
@@ -267,35 +267,35 @@ class Metrics:
     def __init__(
         self, *, host_us: Callable[[], float] = lambda: 0.0, pinned_units: Callable[[], Units] = lambda: (0, 0, 0)
     ) -> None:
-        """`host_us`: the device's clock of that name. `pinned_units`: pinned memory in live blocks."""
+        """`host_us()`: clock `host_us` of the device. `pinned_units()`: pinned memory in live blocks."""
         self.totals = Totals()
         self.timed = False
         self.host_us, self.pinned_units = host_us, pinned_units
         self.memory: deque[tuple[float, int, Units]] = deque(maxlen=MAX_SPANS)
         """Memory readings in timed steps, appended by memory checks: `host_us`, bytes allocated, `pinned_units`."""
         self.step: StepSums | None = None
-        """Sums of the running step, or of the latest one; None: it was not timed."""
+        """Sums of the running or latest step; None: it is not timed."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
         self._origin: Event | None = None
         self._origin_us = 0.0
         """Time of the current origin on the clock of the spans. The first origin is the zero of that clock."""
         self._next_origin: Event | None = None
-        # The last field of each entry: the sums of its step.
+        # The last field of each entry holds the sums of its step.
         self._waits: deque[tuple[Event, Event, Direction, int | None, bool, StepSums | None]] = deque()
         self._moves: deque[tuple[Move, str, StepSums | None]] = deque()
         self._recomputations: deque[tuple[Event, Event, StepSums | None]] = deque()
         self._begun: _BegunStep | None = None
-        """The running step, if it is timed."""
+        """Running step; None: it is not timed."""
         self._ended: deque[tuple[_BegunStep, Event, StepKind]] = deque()
         """Timed steps that ended on the host but not yet on the device."""
-        # Plain tuples of the fields of `WaitSpan` and `StepSpan`: the garbage collector need not scan them in a long training.
+        # Plain tuples with the fields of `WaitSpan` and `StepSpan`: the garbage collector does not scan tuples of numbers.
         self._wait_spans: deque[tuple[str, float, float]] = deque(maxlen=MAX_WAITS)
         self._step_spans: deque[tuple[int, str, float, float, float, int]] = deque(maxlen=MAX_STEPS)
         self._resolving = threading.Lock()
-        """Lock that lets one thread resolve at a time. Other threads only append to the deques above, which is atomic."""
+        """Lock under which one thread resolves. Other threads only append to the deques above, which is atomic."""
 
     def warn(self, log: logging.Logger, message: str, *values: object) -> None:
-        """Log a warning if it is the first of its `message`. The report has it once, with the count of all."""
+        """Log a warning if it is the first with this `message`. The report lists it once, with a count."""
         text, count = self.totals.warnings.get(message, (message % values, 0))
         self.totals.warnings[message] = text, count + 1
         if not count:
@@ -307,7 +307,7 @@ class Metrics:
             self.time_step(compute)
 
     def time_step(self, compute: Stream) -> None:
-        """Time the step that begins, if it is not timed yet."""
+        """Begin to time the step, unless it is timed already."""
         if self.timed:
             return
         self.timed = True
@@ -318,12 +318,13 @@ class Metrics:
         self._begun = _BegunStep(self.totals.steps_by_kind.total(), origin, host_us, unix_ns)
         if self._origin is None:
             self._origin = origin
-        # A GPU reports elapsed time as 32-bit float milliseconds. An hour apart, events resolve 0.25 ms: the origin must move.
+        # A GPU reports elapsed milliseconds as a 32-bit float. After an hour its resolution is 0.25 ms, so the origin must
+        # move.
         self._next_origin = origin
 
     def end_step(self, kind: StepKind, compute: Stream | None = None) -> None:
-        """End a step of `kind`. Work before the next step is not timed: no sums would include it. `compute`: stream on which
-        the step ends, given if the step's own time is wanted."""
+        """End a step of `kind`. Work between steps is not timed. `compute`: stream on which the step ends; None: the step's own
+        time is not needed."""
         begun, self._begun = self._begun, None
         self.totals.steps_by_kind[kind] += 1
         self.timed = False
@@ -338,12 +339,12 @@ class Metrics:
         """True if `resolve` has added all of a step's times to its sums. Never waits."""
         if not sums.is_over:
             return False
-        # Each list is made atomically: other threads may append meanwhile.
+        # Each `list` call is atomic; other threads may append meanwhile.
         waiting = (*list(self._waits), *list(self._recomputations), *list(self._moves))
         return all(entry[-1] is not sums for entry in waiting)
 
     def time_of(self, sums: StepSums) -> StepTime | None:
-        """Return the times of a step, or None while the device has not finished it. Its copies may still run. Never waits."""
+        """Return the times of a step, or None while the device runs it. Its copies may run longer. Never waits."""
         self.resolve()
         if not sums.is_over or any(entry[-1] is sums for entry in list(self._waits)):
             return None
@@ -352,7 +353,7 @@ class Metrics:
     def wait(
         self, compute: Stream, event: Event, direction: Direction, tensor: int | None = None, *, prefetched: bool = False
     ) -> None:
-        """Order `compute` after a copy's `event`. In a timed step, time how long that holds compute up.
+        """Order `compute` after a copy's `event`. In a timed step, measure how long compute waits.
 
         `tensor`: the storage's number in the plan. `prefetched`: True for a copy back that began before its use.
         """
@@ -366,7 +367,7 @@ class Metrics:
 
     @contextmanager
     def timing_recomputation(self, compute: Stream) -> Iterator[None]:
-        """Context in which `compute` recomputes a dropped storage. It is timed if the step is."""
+        """Context in which `compute` recomputes a dropped storage. In a timed step, its time is measured."""
         if not self.timed:
             yield
             return
@@ -375,7 +376,7 @@ class Metrics:
         self._recomputations.append((before, compute.record(timed=True), self.step))
 
     def on_time(self) -> None:
-        """Count a prefetch that the host saw complete at its use. The device reaches that use later still."""
+        """Count a prefetch that the host saw complete at its use, which is before the device reaches that use."""
         self.totals.prefetches_timed += self.timed
 
     def moved(self, move: Move, direction: str, nbytes: int) -> None:
@@ -387,13 +388,13 @@ class Metrics:
             self._moves.append((move, direction, self.step))
 
     def copied(self, start: Event, done: Event, direction: str, nbytes: int) -> None:
-        """Note a copy of `nbytes` between two timed events of a timed step. Its bytes are counted elsewhere."""
+        """Note a copy of `nbytes` between two timed events of a timed step. The bytes are counted elsewhere."""
         move = Move.known(nbytes, done)
         move.pieces.append(Piece(start, done, nbytes))
         self._moves.append((move, direction, self.step))
 
     def resolve(self) -> tuple[CopySpan, ...]:
-        """Add up what is complete and return the latest copies. Never waits; any thread may call it."""
+        """Add all complete times to the sums and return the latest copies. Never waits. Any thread may call it."""
         with self._resolving:
             if self._origin is not None and self._origin.query():
                 self._move_origin(self._origin)
@@ -415,7 +416,7 @@ class Metrics:
             return tuple(self.spans)
 
     def timed_spans(self) -> TimedSpans:
-        """Return the latest waits, steps and memory readings, as far as they are resolved: no readings of later steps."""
+        """Return the latest resolved waits and steps, and the memory readings up to the last resolved step."""
         with self._resolving:
             later = [begun.host_us for begun in (self._begun, *(ended[0] for ended in list(self._ended))) if begun is not None]
             until_us = min(later, default=inf)
@@ -428,7 +429,7 @@ class Metrics:
             return TimedSpans(waits=waits, steps=tuple(StepSpan(*fields) for fields in self._step_spans), memory=memory)
 
     def _add_span(self, kind: str, before: Event, after: Event) -> float:
-        """Keep the span between two events of compute. Returns its length in microseconds."""
+        """Store the span between two events of compute. Returns its length in us."""
         assert self._origin is not None
         took_us, start_us = after.elapsed_us(before), self._origin_us + before.elapsed_us(self._origin)
         self._wait_spans.append((kind, start_us, start_us + took_us))
@@ -453,14 +454,14 @@ class Metrics:
                 self.totals.late_us += stall_us
 
     def _move_origin(self, origin: Event) -> None:
-        """Move the origin to the begin of the latest timed step, once the device has reached it."""
+        """Move the origin to the beginning of the latest timed step, once the device has reached that."""
         following = self._next_origin
         if following is not None and following is not origin and following.query():
             self._origin_us += following.elapsed_us(origin)
             self._origin = following
 
     def _add_up(self, move: Move, direction: str, sums: StepSums | None) -> bool:
-        """Add the complete pieces of `move`. Returns True if no more will come."""
+        """Add the times of the complete pieces of `move`. Returns True if no more pieces will come."""
         ended = move.ended  # read first: another thread may be handing over the last piece
         while move.pieces and move.pieces[0].end.query():
             self._add_piece(move.pieces.popleft(), direction, sums)

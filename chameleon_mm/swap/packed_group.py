@@ -1,17 +1,17 @@
-"""Groups of small saved storages that are swapped together: one kernel packs them; one block and one copy each way move them.
+"""Groups of small saved storages that are swapped together: one kernel packs them, and one copy each way moves them.
 
-    group = PackedGroup(members, compute, context, epoch=...)    # packed on compute; the members' own memory goes at once
+    group = PackedGroup(members, compute, context, epoch=...)    # packed on compute; the members' memory is freed at once
     group.packed.swap_out() ...                                  # a saved storage like any other
-    group.unpack(members, packed, compute)                       # the members that are still needed, by one kernel
+    group.unpack(members, packed, compute)                       # unpack the members still needed, by one kernel
     member retires -> its PackedForm is dropped                  # the group retires with its last member
 
-A copy of 16 KiB takes the link 0.3 us and the host ten times that. Packing costs the host one launch for all members. Their
-memory is free in stream order as soon as the kernel is queued. They were saved within a few operators of each other, so
-backward uses them within a few operators too. The first use of a member restores the others as well, if there is room.
+A copy of 16 KiB takes 0.3 us on the link and ten times that on the host. Packing takes one launch on the host for all members.
+Their memory is free in stream order as soon as the kernel is queued. Members were saved within a few operators, so backward
+uses them within a few operators too. The first use of a member unpacks the others as well, if there is room.
 
-`Staging` bounds the device memory of groups, both ways. A ring of fixed buffers would hold its memory for ever. Groups use
-blocks of the caching allocator: these count in the budget while in use, and others may have them afterwards. The bound is that
-of a ring: before another group is packed, compute waits for the copies of the oldest groups, and these are dropped.
+`Staging` bounds the device memory of groups, both ways. A ring of fixed buffers would hold its memory forever. So groups use
+blocks of the caching allocator, which count in the budget only while in use. If groups reach the bound, compute waits for the
+copies of the oldest, and these are dropped, before another group is packed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PackedGroup:
     def __init__(self, members: Sequence[SavedStorage], compute: Stream, context: SwapContext, *, epoch: int) -> None:
         """Pack `members`, all of them ON_DEVICE, on `compute`, the current stream.
 
-        Raises `torch.OutOfMemoryError` with nothing changed.
+        Raises `torch.OutOfMemoryError`, and then changes nothing.
         """
         places, total = packed_offsets([member.nbytes for member in members])
         buffer = compute.alloc(total)
@@ -46,17 +46,17 @@ class PackedGroup:
         for alloc_stream in alloc_streams:
             # Note [Swap-out]: other streams may have written the sources, and `compute` reads them
             context.streams.join_all(alloc_stream)
-        # Each flat tensor is made once: on the host it costs several times what packing it does.
+        # Each flat tensor is made once: making it costs the host several times as much as packing it.
         sources = [flat_bytes(member.device) for member in members if member.device is not None]
         with annotation("chameleon::pack"):
             compute.pack(buffer, sources, places)
         for alloc_stream in alloc_streams:
-            context.streams.join_all(alloc_stream)  # Note [Reclaim]: a source's next owner comes after that read
+            context.streams.join_all(alloc_stream)  # Note [Reclaim]: the memory is reused only after that read
         index = max(member.index for member in members)
         self.packed = SavedStorage(buffer, SavedBytes(buffer), compute, context, epoch=epoch, index=index)
-        """Saved storage that has the members' bytes and moves like any other."""
+        """Saved storage with the members' packed bytes. It moves like any other saved storage."""
         self.packed.op_is_over = True
-        self.packed.checksum = None  # each member has its own, which names its tensor
+        self.packed.checksum = None  # each member has a checksum of its own
         # Weak references: members hold their group, and a cycle would need the garbage collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0
@@ -67,9 +67,9 @@ class PackedGroup:
             self.members_left += 1
 
     def unpack(self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream) -> int:
-        """Give each of `members` memory, filled by one kernel on `compute`, the current stream. Returns their number.
+        """Allocate memory for `members`, and fill it by one kernel on `compute`, the current stream. Returns their number.
 
-        Raises `torch.OutOfMemoryError` with nothing changed.
+        Raises `torch.OutOfMemoryError`, and then changes nothing.
         """
         storages = [member.slot.storage for member, _ in members if member.slot.storage is not None]
         given: list[torch.UntypedStorage] = []
@@ -88,13 +88,13 @@ class PackedGroup:
         return len(members)
 
     def packed_members(self) -> list[tuple[SavedStorage, int]]:
-        """Return the members whose bytes are in the group alone, each with its offset."""
+        """Return the members whose bytes are only in the group, each with its offset."""
         members = [(ref(), place) for ref, place in self._members]
         return [(m, place) for m, place in members if m is not None and m.form.group is self and m.state is State.ON_HOST]
 
 
 class PackedForm(Form):
-    """Form of a member: its group has its bytes and unpacks them."""
+    """Form of a member, whose bytes are in its group."""
 
     __slots__ = ("group",)
 
@@ -104,14 +104,14 @@ class PackedForm(Form):
         self.group: PackedGroup | None = group
 
     def drop(self) -> None:
-        """Note that one member fewer needs the group."""
+        """Note that this member no longer needs the group."""
         if self.group is not None:
             self.group.members_left -= 1
         self.group = None
 
 
 class Staging:
-    """Packed groups on the device, with at most `limit_bytes` in total. Not thread-safe."""
+    """Packed groups on the device, of at most `limit_bytes` in total. Not thread-safe."""
 
     def __init__(self, registry: StorageRegistry, *, limit_bytes: int) -> None:
         self._registry = registry
@@ -122,7 +122,8 @@ class Staging:
         return sum(packed.nbytes for packed in self._packed() if packed.device is not None)
 
     def batches(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
-        """Divide `members`, in order, into batches of at most `at_most` bytes and the limit. A larger member is alone."""
+        """Divide `members`, in order, into batches within `at_most` bytes and the limit. A larger member has a batch of its
+        own."""
         most = min(at_most, self._limit_bytes)
         load: list[SavedStorage] = []
         end = 0
@@ -139,8 +140,8 @@ class Staging:
         return [group.packed for group in self._registry.packed_groups]
 
     def make_room(self, nbytes: int) -> bool:
-        """Reclaim groups, oldest first, until `nbytes` more fit. Returns False if they do not: the device refused copies that
-        would have freed some."""
+        """Reclaim groups, oldest first, until `nbytes` more fit. Returns False if they do not fit, because the device refused
+        copies."""
         if self.fits(nbytes):
             return True
         for packed in sorted(self._packed(), key=lambda packed: (packed.epoch, packed.index)):
@@ -153,5 +154,5 @@ class Staging:
         return False
 
     def fits(self, nbytes: int) -> bool:
-        """True if `nbytes` more are within the limit."""
+        """True if `nbytes` more stay within the limit."""
         return self.used_bytes + nbytes <= self._limit_bytes

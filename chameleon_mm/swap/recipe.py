@@ -1,46 +1,45 @@
-"""Recipes of dropped storages, their sources, and the rules for what they may rely on: Note [Relied on].
+"""Recipes of dropped storages, their sources, and the rules for sources: Note [Relied on].
 
-A recipe runs operators of forward again at the first use of a dropped storage. Its result has the right bits only if the
-operators read the same bytes as the first time. Three rules ensure that. A storage is dropped only if rule 1 or rule 2 holds
-for each source of its recipe. Rule 3 holds for each result.
+A recipe runs operators of forward again at the first use of a dropped storage. Its result has the same bits only if the
+operators read the same bytes as in forward. Three rules ensure that. A storage is dropped only if rule 1 or rule 2 holds for
+each source of its recipe. Rule 3 holds for each result.
 
 1. ALONE. Only the session can reach the source, from the drop until the replay.
 
-   True in three cases: the use count says that only the session's tensors hold the storage; its bytes are on the host; or
-   the recipe has its own copy. A recipe copies inputs of up to 64 KiB. Until one case holds, the drop waits.
+   There are three cases: the use count shows that only the session's tensors hold the storage; its bytes are on the host; or
+   the recipe has its own copy. A recipe copies inputs of up to 64 KiB. The drop waits until one case is true.
 
-       h = block(x)              # autograd does not save h: the session holds it, for y
+       h = block(x)              # autograd does not save h; the session holds h for y
        y = h.float()             # y waits: the model still has h, and may write to it
        x = h + f(y)
        del h                     # y is dropped at the next hook
 
 2. RELIED ON. Autograd has a handle for the source, and checks its version: a write raises the same error as in eager.
 
-   This ends with the last handle. If others hold the storage then, dropped storages made from it are recomputed at that
-   moment. They are also recomputed before a node that is not torch's own gets the tensor, since it may write to it.
+   The rule ends with the last handle. If others hold the storage then, dropped storages made from it are recomputed at once.
+   They are also recomputed before a node that is not torch's own gets the tensor, because that node may write to it.
 
        feature = encoder(x)                    # made from the encoder's weight, which autograd saves; dropped
        loss, other = f(feature), g(feature.detach())
-       loss.backward()                         # lets go of the weight: feature is recomputed now
+       loss.backward()                         # autograd releases the weight: feature is recomputed now
        optimizer.step()                        # writes the weight
        other.backward()                        # uses feature
 
 3. COMPARED. The result is compared with the dropped bytes in the same step, by a checksum of 64 bits (`kernels/checksum.py`).
 
-   The first time at its place in a step nothing is dropped: the original is used, and the recipe is tried as well (a proof).
-   After that the host compares both checksums before `backward` returns. If they differ, it raises `RecomputeMismatch`, and
-   that recipe is not used again.
+   The first time, the storage is kept and used, and the recipe is tried as well (a proof). Later the host compares both
+   checksums before `backward` returns. If they differ, it raises `RecomputeMismatch` and never uses that recipe again.
 
        h = block(x); y = h.float(); kernel(h.data_ptr())       # in each step: the proof fails, y is never dropped
        if step % 4 == 3: kernel(h.data_ptr())                  # in some steps: RecomputeMismatch in those
 
-In one case a replay raises eager's error and eager does not. A source of rule 2 was written to, and no backward comes to the
-node that saved it. Eager checks at that node only, and the recipe cannot know that the node will not run.
+In one case a replay raises eager's error although eager itself would not. A source of rule 2 was written to, and backward never
+reaches the node that saved it. Eager checks only at that node, and the recipe cannot know that the node will not run.
 
-Version counters and use counts decide rules 1 and 2 before the drop. So writes by torch's operators, in forward, in backward or
-on another thread, change no bit and raise no other error. Rule 3 finds what no counter shows: a write through a pointer or
-`.data`, an extension with a wrong schema, an operator that is not reproducible. It compares results, not sources: such a write
-may also hit a tensor between two operators of a recipe, or the result before autograd saves it.
+Version counters and use counts decide rules 1 and 2 before the drop. So writes by torch's operators change no bit and raise no
+other error, in forward, in backward or on another thread. Rule 3 finds what no counter shows: a write through a pointer or
+`.data`, an extension with a wrong schema, an operator that is not reproducible. It compares results, not sources. Such a write
+may also change a tensor between two operators of a recipe, or the result before its save.
 """
 
 from __future__ import annotations
@@ -86,14 +85,14 @@ _NO_NODE: type = type(None)
 
 
 def node_is_torchs() -> bool:
-    """True if autograd's node that runs on this thread is torch's own: such a node writes to nothing that it saved. False
+    """True if the autograd node running on this thread is torch's own. Such a node never writes to its saved tensors. False
     outside of a backward, for a Python function, and for an extension's C++ node."""
     kind: type = type(torch._C._current_autograd_node())  # NoneType outside of a backward, although the stub says otherwise
     return kind is not _NO_NODE and not kind.__flags__ & HEAP_TYPE and kind.__name__ != "CppFunction"
 
 
 class Source:
-    """Source of a recipe: a claimed storage, or one that the source holds itself."""
+    """Source of a recipe: a claimed storage, or a storage that the source holds itself."""
 
     __slots__ = ("_nbytes", "_probe", "_stream", "claim", "last_swap_in", "relied", "storage")
 
@@ -107,25 +106,25 @@ class Source:
         probe: SavedBytes | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """`relied`: handles and dropped storages that depend on its bytes; None: it is the recipe's own copy. `probe`: has its
-        version counter. `stream`: stream on which a storage that it holds itself was written."""
+        """`relied`: handles and dropped storages that depend on the bytes; None: the source is the recipe's own copy. `probe`:
+        has the version counter. `stream`: stream that wrote the storage, if the source holds it itself."""
         self.claim = claim
         self.storage = storage
         self.relied = relied
         self._stream = stream
         self.last_swap_in = -1
-        """Number of the claim's swap-in at which the recipe last used the storage."""
+        """Swap-in number of the storage when the recipe last used it."""
         self._nbytes = nbytes
         self._probe = probe
 
     @property
     def written_on(self) -> Stream | None:
-        """Stream on which its bytes are ordered."""
+        """Stream on which the bytes were written."""
         return self._stream if self.claim is None else self.claim.saved.slot.alloc_stream
 
     @property
     def is_alone(self) -> bool:
-        """Rule 1: only the session can reach its bytes."""
+        """True if only the session can reach the bytes. Rule 1."""
         if self.relied is None:
             return True
         if self.claim is not None:
@@ -134,17 +133,17 @@ class Source:
 
     @property
     def is_relied_on(self) -> bool:
-        """Rule 2: autograd has an unused handle for its bytes."""
+        """True if autograd has an unused handle for the bytes. Rule 2."""
         return self.relied is not None and self.relied.by_autograd
 
     @property
     def is_secure(self) -> bool:
-        """True if no operator of torch's can change its bytes before a replay without raising eager's error."""
+        """True if no operator of torch can change the bytes before a replay unless eager's error is raised."""
         return self.is_relied_on or self.is_alone
 
     def check(self, storage: torch.UntypedStorage) -> None:
-        """Raise eager's error if the bytes were written to and autograd relies on them, or `RuntimeError` if their size has
-        changed. `storage`: has the bytes now; if it is a copy of the saved storage, it cannot have been written to."""
+        """Raise eager's error if autograd needs the bytes and they were written to. Raise `RuntimeError` if their size changed.
+        `storage`: has the bytes now. A copy of the saved storage cannot have been written to."""
         saved = None if self.claim is None else self.claim.saved
         if self._probe is not None and self.is_relied_on and (saved is None or saved.slot.storage is storage):
             self._probe.check()
@@ -156,10 +155,10 @@ class Source:
 
 
 class Reliance:
-    """Watch on autograd's handles of one source, for rule 2. It calls `ended(self)` once the last of them is gone. That call
-    may come on any thread at any point, so it must raise nothing and wait for nothing.
+    """Watch on autograd's handles of one source, for rule 2. It calls `ended(self)` once the last handle is gone. The call may
+    come on any thread at any time, so `ended` must raise nothing and wait for nothing.
 
-    The recipes that rely on the source hold the watch, which ends with them.
+    The recipes that read the source hold the watch, which ends with them.
     """
 
     __slots__ = ("__weakref__", "_ended", "_handles", "source")
@@ -184,13 +183,13 @@ class Reliance:
         self._handles.append(weakref.ref(handle, gone))
 
 
-# --- Recipes of dropped storages: flat lists of calls; each tensor of a call is a source or an earlier call's result
+# --- Recipes of dropped storages: flat lists of calls. Each tensor of a call is a source or the result of an earlier call
 #
-# A recipe has the calls of this step, with their arguments and random state, not those of a similar step. It holds its
-# sources, and no operator older than its calls. A temporary dies with the last call that reads it.
+# A recipe has the calls of this very step, with their arguments and random state. It holds its sources, but nothing older than
+# its calls. A temporary is freed after the last call that reads it.
 
 MOST_CALLS = 256
-"""Largest number of calls in one recipe. A storage that far from its sources is cheaper to swap."""
+"""Maximum number of calls in one recipe. A storage that needs more calls is cheaper to swap."""
 
 
 class Refusal(NamedTuple):
@@ -199,16 +198,16 @@ class Refusal(NamedTuple):
     reason: str
     operator: str = ""
     lasts: bool = True
-    """True if the refusal also holds at the same place of later steps."""
+    """True if the refusal applies to later steps as well."""
 
 
 class Proof(NamedTuple):
-    """Recipe to try at the first use of its original, which is kept for that use."""
+    """Recipe to try at the first use of its original, which was kept for that."""
 
     recipe: Recipe
     original: Original
     refuse: Callable[[Refusal], None]
-    """Called with the reason if the recipe could not be tried."""
+    """Function to call with the reason if the recipe cannot be tried."""
 
 
 class Hole(NamedTuple):
@@ -225,9 +224,9 @@ class Step(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     makes: list[tuple[Result, int]]
-    """Needed results: the position of each among the call's tensors, and its place in the replay."""
+    """Results that are needed: the position of each among the call's tensors, and its index in the replay."""
     dies: list[int]
-    """Places that no later call reads."""
+    """Indexes of the storages that no later call reads."""
 
 
 class Recomputed(NamedTuple):
@@ -235,7 +234,7 @@ class Recomputed(NamedTuple):
 
     storage: torch.UntypedStorage
     siblings: list[tuple[weakref.ref[SavedStorage], torch.UntypedStorage]]
-    """Other dropped storages that its calls made as well."""
+    """Other dropped storages that the calls made too."""
 
 
 class Recipe:
@@ -246,16 +245,16 @@ class Recipe:
     def __init__(
         self, steps: list[Step], sources: list[Source], source_places: list[int], *, result: int, values: Sequence[Value]
     ) -> None:
-        """`values`: the value at each place."""
+        """`values`: the value at each index of the replay."""
         self._steps = steps
         self.sources = sources
         self._source_places = source_places
         self._result = result
         self._nbytes = [value.nbytes for value in values]
         self.reliances: list[Reliance] = []
-        """Watches of the sources for which rule 2 holds. Held here, so they end with the recipe."""
+        """Watches of the sources for which rule 2 holds. They are held here and end with the recipe."""
         self.peak_bytes = _peak_bytes(steps, values)
-        """Most device memory that a replay takes, with its result, without its sources and the operators' internal memory."""
+        """Maximum device memory of a replay in bytes: with its result, without its sources and operators' internal memory."""
 
     @property
     def operators(self) -> list[str]:
@@ -268,11 +267,11 @@ class Recipe:
         return [source.claim.saved for source in self.sources if source.claim is not None]
 
     def replay(self, storages: Sequence[torch.UntypedStorage]) -> Recomputed:
-        """Run the calls on the current stream and return the storages that they made. `storages`: those of `sources`, in that
-        order, ready for this stream.
+        """Run the calls on the current stream and return the storages that they made. `storages`: the storages of `sources`, in
+        that order, ready for this stream.
 
-        Gradients, autocast and torch-function modes are off. Each call has the random state and settings that it had in
-        forward; both are restored after it. Raises `RuntimeError` if a call makes another size than it did.
+        Gradients, autocast and torch-function modes are off. Each call runs with the random state and settings of forward. Both
+        are reset after it. Raises `RuntimeError` if a result has another size than in forward.
         """
         at: list[torch.UntypedStorage | None] = [None] * len(self._nbytes)
         for place, storage in zip(self._source_places, storages, strict=True):
@@ -320,7 +319,7 @@ class Recipe:
 
 @contextmanager
 def _random_state(operation: Operation) -> Iterator[None]:
-    """Context in which the operator's generator has the state that it had when the operator ran."""
+    """Context that sets the operator's generator to its state when the operator ran in forward."""
     if operation.random_state is None:
         yield
         return
@@ -343,7 +342,7 @@ Refuse = Callable[[Call], Refusal | None]
 def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal:
     """Return a recipe for `value`, or why there is none.
 
-    source_of: returns the source with a value's bytes, or None if the value must be recomputed too.
+    source_of: returns the source that has the bytes of a value, or None if the value must be recomputed too.
     """
     calls: dict[int, Call] = {}
     places: dict[int, int] = {}
@@ -387,7 +386,7 @@ def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal
 
 
 def _reads_uninitialised(call: Call) -> Refusal | None:
-    """Return a refusal if `call` reads memory that no operator was seen to fill: something else has filled it."""
+    """Return a refusal if `call` reads memory that no seen operator filled. Something else filled it."""
     facts = call.operation.facts
     fills = bool(facts.mutated_names) and (facts.overwrites or not facts.in_place)
     if not fills and any(argument.value.is_uninitialised for argument in call.arguments()):
@@ -427,9 +426,9 @@ def _note_last_reads(steps: Sequence[Step], result: int) -> None:
 
 
 def _peak_bytes(steps: Sequence[Step], values: Sequence[Value]) -> int:
-    """Return the most bytes that the storages made by the steps take at once, needed ones and others."""
+    """Return the maximum bytes that all storages made by the steps take at the same time."""
     places_left: dict[int, int] = {}
-    """Number of live places of each storage, by the id of its reference. A place dies after its last read."""
+    """Number of live indexes of each storage, by the id of its reference. An index dies after its last read."""
     now = most = 0
     for step in steps:
         most = max(most, now + step.operation.made_bytes)

@@ -1,8 +1,8 @@
-"""Recomputation of dropped storages at their first use: each from its recipe, after the dropped storages that this reads.
+"""Recompute dropped storages at their first use: run each recipe after the recipes of the storages that it reads.
 
     runner.recompute(saved, compute, restore)    # ON_HOST -> ON_DEVICE, its bytes on `compute`; RESTORED with several streams
 
-Sources of a recipe are brought back like any storage that is used. Other results of its calls are kept for their own uses.
+Sources of a recipe are swapped in like any used storage. Other results of its calls are kept for their own uses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from chameleon_mm.units import allocated_size
 
 # --- Comparison of recomputed storages with their originals: rule 3 of Note [Relied on], `swap/recipe.py`
 #
-# No kernel waits for the host. The host reads the checksums once at the end of each backward, after the last was taken.
+# No kernel waits for the host. The host reads all checksums at the end of each backward, after the last was taken.
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _Pair(NamedTuple):
     original: Original
     recomputed: ChecksumSlot
     task: int
-    """Number of the backward in which it was recomputed; -1: in none."""
+    """Number of the backward in which the storage was recomputed; -1: outside of a backward."""
     is_proof: bool
     """True if the original was used instead of the recomputed storage."""
 
@@ -64,12 +64,13 @@ class Comparisons:
         return self._checksums.start(buffer)
 
     def add(self, original: Original, buffer: Tensor, *, is_proof: bool = False) -> None:
-        """Take the checksum of the bytes made in place of an original, on the current stream, and note the pair."""
+        """Take the checksum of `buffer`, recomputed in place of `original`, on the current stream. Note the pair."""
         self.pending.append(_Pair(original, self._checksums.start(buffer), torch._C._current_graph_task_id(), is_proof))
 
     def settle(self, task: int | None) -> list[RecomputeMismatch]:
-        """Compare the pairs of backward `task` and those of none, or all for None. The host waits until the latest checksum was
-        taken. Bans each recipe that made other bits. Returns the error of the first of these pairs whose result was used."""
+        """Compare the pairs of backward `task` and those outside of any backward; None: all pairs. The host waits for the
+        latest checksum. Bans each recipe that made other bits. Returns the error of the first bad pair whose result was
+        used."""
         pairs: list[_Pair] = []
         others: list[_Pair] = []
         for pair in self.pending:
@@ -93,10 +94,10 @@ class Comparisons:
         return errors
 
     def at_the_end(self, settle: Callable[[int], None]) -> None:
-        """Call `settle` with the number of the backward that runs on this thread, before that returns; outside of one, call it
+        """Call `settle` with the number of the backward that runs on this thread, at its end. Outside of a backward, call it
         now. Not under the lock.
 
-        It runs after the callbacks of others, such as DDP's: an error in one callback skips those after it.
+        `settle` runs after other final callbacks, such as DDP's, because an error in one callback skips all later ones.
         """
         task: int = torch._C._current_graph_task_id()
         if task < 0:
@@ -107,12 +108,12 @@ class Comparisons:
             queue(lambda: queue(partial(settle, task)))
 
     def end_step(self) -> None:
-        """Free the device memory of checksums that are not held: a later step may follow a plan without any."""
+        """Free the device memory of checksums that are not held, because later steps may not need it."""
         if not self.pending:
             self._checksums.release_unused()
 
     def begin_step(self) -> bool:
-        """Forget the pairs of a step that failed. Returns True if a recipe was banned since the last step began."""
+        """Remove the pairs of a failed step. Returns True if a recipe was banned since the last step began."""
         failed, self._failed, self.pending = self._failed, False, []
         self._ends.clear()
         return failed
@@ -133,7 +134,7 @@ def _mismatch(original: Original, before: int, after: int) -> RecomputeMismatch:
 NO_ROOM = Refusal("no memory for its proof", lasts=False)
 
 Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
-"""Function that brings a storage back, ready for a stream."""
+"""Function that swaps a storage in, ready for a stream."""
 
 
 class RecipeRunner:
@@ -146,7 +147,7 @@ class RecipeRunner:
         self._budget = budget
         self.comparisons = comparisons
         self.inner_bytes = 0
-        """Room that a proof leaves for the internal memory of an operator that runs again."""
+        """Bytes that a proof leaves free for the internal memory of an operator that runs again."""
 
     def recompute(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
         """Recompute `saved` and make it ready for `compute`, the current stream.
@@ -156,7 +157,7 @@ class RecipeRunner:
         for one in _sources_first(saved):
             recipe = one.form.recipe
             if recipe is None or one.state is not State.ON_HOST:
-                continue  # another recipe's replay has made it
+                continue  # the replay of another recipe made it
             recomputed = self.replay(recipe, compute, restore, exclude=one)
             self._count_uses(recipe)
             self._restored(one, recomputed.storage, compute)
@@ -169,15 +170,15 @@ class RecipeRunner:
             self._context.metrics.totals.recomputations += 1
 
     def restore_sources(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
-        """Bring back the storages on the host that recomputing `saved` reads."""
+        """Swap in the storages that the recomputation of `saved` reads."""
         for one in _sources_first(saved):
             for source in () if one.form.recipe is None else one.form.recipe.saved_sources:
                 if source.form.recipe is None:
                     restore(source, compute)
 
     def prove(self, proof: Proof, saved: SavedStorage, compute: Stream, restore: Restore) -> Refusal | None:
-        """Replay a recipe on `compute` before its original, `saved`, is brought back for a use, and note both for comparison.
-        Count a use of each source. Returns a refusal if that failed; its `lasts` is False if a later step may try again."""
+        """Replay a recipe on `compute` before the original, `saved`, is swapped in for a use. Note both for comparison. Count a
+        use of each source. Returns a refusal if the replay failed; its `lasts` is False if a later step may try again."""
         recipe = proof.recipe
         were_away = [source for source in recipe.saved_sources if source.state is State.ON_HOST]
         try:
@@ -186,7 +187,7 @@ class RecipeRunner:
             return NO_ROOM
         except ChameleonError:
             raise
-        except RuntimeError as error:  # an operator's own error; the original is still there
+        except RuntimeError as error:  # an operator failed; the original still exists
             _log.info("chameleon_mm: %s failed to run again, the original stays: %s", ", ".join(recipe.operators), str(error))
             return Refusal("an error when it runs again", ", ".join(recipe.operators))
         finally:
@@ -194,7 +195,7 @@ class RecipeRunner:
             for source in were_away:
                 if source.state is State.RESTORED:
                     with suppress(torch.OutOfMemoryError):  # a storage that moves in part needs memory for the part that stays
-                        source.drop_restored()  # it was not used yet
+                        source.drop_restored()  # no use needed it yet
 
     def _prove(self, proof: Proof, saved: SavedStorage, compute: Stream, restore: Restore) -> Refusal | None:
         recipe = proof.recipe
@@ -211,12 +212,12 @@ class RecipeRunner:
         recomputed = self._run(recipe, storages, compute, exclude=needed).storage
         with self._budget.replaying():
             self.comparisons.add(proof.original, flat_bytes(recomputed), is_proof=True)
-        self._context.streams.join_all(compute)  # the memory's next owner comes after the checksum's read
+        self._context.streams.join_all(compute)  # the memory is reused only after the checksum was read
         return None
 
     def copied(self, storage: torch.UntypedStorage, dropping: SavedStorage | None) -> torch.UntypedStorage | None:
-        """Return a copy of `storage`, made on the current stream, or None if there is no room. Storages other than `dropping`
-        are reclaimed for it; if that is None, none are."""
+        """Return a copy of `storage`, made on the current stream, or None if there is no room. To make room, storages other
+        than `dropping` are reclaimed; if `dropping` is None, no storage is."""
         nbytes = allocated_size(storage.nbytes()) if storage.device == self._device.torch_device else 0
         has_room = nbytes == 0 or self._budget.fits_now(nbytes)
         if not has_room and dropping is not None:
@@ -232,7 +233,7 @@ class RecipeRunner:
         return copy
 
     def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Recomputed:
-        """Make room for a replay of `recipe` and run it on `compute`. `exclude` is not reclaimed for it."""
+        """Make room for a replay of `recipe`, without reclaiming `exclude`, and run it on `compute`."""
         storages = self._sources_of(recipe, compute, restore)
         needed = [exclude, *recipe.saved_sources]
         self._budget.make_room(recipe.peak_bytes, exclude=needed, is_planned=True)
@@ -262,11 +263,11 @@ class RecipeRunner:
             stream for source in recipe.sources if (stream := source.written_on) is not None and stream is not compute
         }
         for stream in written_on:
-            compute.wait(stream.record())  # `compute` reads the sources after the writes there
+            compute.wait(stream.record())  # `compute` must read finished writes
         with annotation("chameleon::recompute"), self._operators_of_ours(), self._budget.replaying():
             recomputed = self._budget.retry(partial(recipe.replay, storages), exclude=exclude)
         for stream in written_on:
-            self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this read
+            self._context.streams.join_all(stream)  # Note [Reclaim]: their memory is reused only after this read
         return recomputed
 
     def _restored(self, saved: SavedStorage, storage: torch.UntypedStorage, compute: Stream) -> None:
@@ -276,10 +277,10 @@ class RecipeRunner:
         self._claims.move(saved, storage)
         saved.restored(compute)
         if self._context.streams.is_only(compute):
-            saved.stay_on_device()  # its sources may go then; with several streams, a use may be on another
+            saved.stay_on_device()  # its sources may be freed then; with several streams, a use may run on another
 
     def _count_uses(self, recipe: Recipe) -> None:
-        """Count a use of each source. Drop each source that is held only for recipes and has no use left."""
+        """Count a use of each source. Drop each source that is held only for recipes and has no use to come."""
         for source in recipe.sources:
             if source.claim is None:
                 continue
@@ -290,7 +291,7 @@ class RecipeRunner:
 
     @contextmanager
     def _operators_of_ours(self) -> Iterator[None]:
-        """Context in which only the device sees operators: the user's dispatch modes are for the user's operators."""
+        """Context without the user's dispatch modes, which are for the user's operators. Only the device sees our operators."""
         if torch._C._len_torch_dispatch_stack() <= self._device.simulated:
             yield
             return
@@ -299,14 +300,14 @@ class RecipeRunner:
 
 
 def _there(saved: SavedStorage, compute: Stream, restore: Restore) -> torch.UntypedStorage:
-    """Return the storage of `saved` on the device. A copy out under way goes on, as the storage is only read."""
+    """Return the storage of `saved` on the device. A running copy out continues, because the storage is only read."""
     if saved.state is State.SWAPPING_OUT and (storage := saved.device) is not None:
         return storage
     return restore(saved, compute)
 
 
 def _sources_first(saved: SavedStorage) -> list[SavedStorage]:
-    """Return `saved` and all dropped storages that it is made from, each after its own sources."""
+    """Return `saved` and the dropped storages from which it is recomputed, each after its own sources."""
     order: list[SavedStorage] = []
     seen: set[int] = set()
     stack: list[tuple[SavedStorage, bool]] = [(saved, False)]

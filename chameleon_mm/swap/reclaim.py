@@ -1,13 +1,13 @@
-"""Reclaiming of HBM as soon as a swap-out is done, without a wait of the host. Note [Reclaim].
+"""Reclaim device memory as soon as its copy out is done, without a wait of the host. Note [Reclaim].
 
     queue.add(entry)                  # a device buffer whose copy to the host is queued or running; the queue holds it
     queue.reclaim_complete()          # drops the buffers whose copies are complete, without a wait
     queue.reclaim_until(enough)       # under pressure, oldest first: compute waits for the copy, then the buffer is dropped
-    lending.lend(); lending.settle()  # if the device has a hook in its allocator, that may reclaim them between two calls
+    lending.lend(); lending.settle()  # an allocator with a hook may reclaim lent buffers between these two calls
 
-`record_stream` is not used: it returns a block only when the host polls an event. The host runs far ahead of the device, so
-nothing would come back while a step is issued. Instead, the stream that owns the block waits for the copy. The block is then
-reusable for that stream's later work at once, in stream order, independent of the host.
+`record_stream` is not used, because it frees a block only when the host sees an event complete. The host runs far ahead of the
+device, so no block would be freed while a step is issued. Instead, the stream that owns the block waits for the copy. That
+stream's later work can then reuse the block at once, in stream order, independent of the host.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.saved_storage import SavedStorage
 
 SHORT_SHARE = 0.5
-"""Share of the limit above which copies out are handed over at once, if an allocator may reclaim their sources. Above it, a
-step of twice what is allocated now would find no memory. Not measured."""
+"""Share of the limit. If more is allocated, copies out are handed to the device at once, so that the allocator may reclaim
+their sources: at more than half, a step that doubles the allocation finds no memory. Not measured."""
 
 
 class Reclaimable(Protocol):
@@ -34,22 +34,22 @@ class Reclaimable(Protocol):
 
     @property
     def reclaimed(self) -> bool:
-        """True if the buffer was reclaimed or no longer leaves: the queue forgets it."""
+        """True if the buffer was reclaimed or its copy was cancelled. The queue then removes it."""
 
     def reclaim_if_copied(self) -> bool:
-        """Drop the buffer if the host sees the copy complete: no wait is needed. Returns True if it did."""
+        """Free the buffer without a wait if the host sees the copy complete. Returns True if it did."""
 
     def reclaim(self) -> None:
-        """Order the owner stream after the copy, issuing the part that was still queued, and drop the buffer."""
+        """Issue the queued part of the copy, order the owner stream after the copy, and free the buffer."""
 
 
 class Lending:
-    """Loans of buffers on their way out to the allocator of their device, once all of their copy was handed over."""
+    """Loans of buffers to the allocator of their device. A buffer is lent once its whole copy out was handed to the device."""
 
     __slots__ = ("_hook", "_lent", "_may_lend", "_num_reclaimed", "_waiting", "memory_is_short")
 
     def __init__(self, hook: AllocatorHook, *, may_lend: Callable[[], bool]) -> None:
-        """`may_lend()`: True if the stream that owns a buffer is the only one that may have used it, and no recorder counts
+        """`may_lend()` returns True if only the stream that owns a buffer can have used it, and no recorder counts
         allocations."""
         self._hook = hook
         self._may_lend = may_lend
@@ -57,7 +57,7 @@ class Lending:
         self._lent: deque[SavedStorage] = deque()
         self._num_reclaimed = 0
         self.memory_is_short = True
-        """True if as much as possible should be lent: copies are handed over at once, rather than when they can begin."""
+        """True if copies out are handed to the device at once, busy link or not, to lend as much as possible."""
 
     @property
     def has_any(self) -> bool:
@@ -79,7 +79,7 @@ class Lending:
         self._lent = deque(saved for saved in self._lent if saved.slot.lent is not None)
 
     def lend(self) -> None:
-        """Lend the buffers whose copies were handed over, or take all back if none may be lent. Called at every hook."""
+        """Lend the buffers whose copies were handed to the device. If none may be lent, take all back. Called at every hook."""
         if not self._may_lend():
             self.take_back()
             return
@@ -92,19 +92,19 @@ class Lending:
                 self._lent.append(saved)
 
     def take_back(self) -> None:
-        """Take all buffers back, and lend none of those that were to be lent."""
+        """Take all buffers back, and forget the buffers that wait to be lent."""
         while self._lent:
             self._lent.popleft().take_back()
         self._waiting.clear()
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None, *, allocated_bytes: int) -> None:
-        """Set limits as `AllocatorHook.set_limits` does. `allocated_bytes`: bytes allocated now."""
+        """Set the limits of `AllocatorHook.set_limits`. `allocated_bytes`: bytes allocated now."""
         self._hook.set_limits(limit_bytes, growth_bytes)
         self.memory_is_short = allocated_bytes > limit_bytes * SHORT_SHARE
 
 
 def _lend(saved: SavedStorage, hook: AllocatorHook) -> None:
-    """Lend the memory if all of it will go. The allocator takes it only if nothing else refers to the storage by then."""
+    """Lend the memory if the storage moves whole. The allocator reclaims it only if nothing else refers to the storage then."""
     copy = saved.copy
     if saved.state is not State.SWAPPING_OUT or saved.form is not WHOLE or copy is None or saved.slot.is_packed:
         return
@@ -113,15 +113,15 @@ def _lend(saved: SavedStorage, hook: AllocatorHook) -> None:
 
 
 class ReclaimQueue:
-    """Queue of buffers on their way out, oldest first."""
+    """Queue of buffers that are being copied out, oldest first."""
 
     __slots__ = ("entries", "pending_bytes")
 
     def __init__(self) -> None:
         self.entries: deque[Reclaimable] = deque()
-        """Oldest first. Other classes only read it."""
+        """Buffers, oldest first. Other classes only read this."""
         self.pending_bytes = 0
-        """Bytes of the entries. An entry that was reclaimed in another way counts until it is the oldest."""
+        """Total bytes of the entries. An entry reclaimed in another way counts until it is the oldest."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -131,7 +131,7 @@ class ReclaimQueue:
         self.pending_bytes += entry.nbytes
 
     def reclaim_complete(self) -> int:
-        """Drop buffers, oldest first, up to one whose copy is not complete. Returns the bytes reclaimed."""
+        """Free buffers, oldest first, until one whose copy is not complete. Returns the bytes reclaimed."""
         freed = 0
         while self.entries:
             if not self.entries[0].reclaimed:
@@ -142,12 +142,12 @@ class ReclaimQueue:
         return freed
 
     def reclaim_until(self, enough: Callable[[], bool]) -> int:
-        """Reclaim oldest first until `enough()`. Returns the bytes reclaimed."""
+        """Reclaim entries, oldest first, until `enough()`. Returns the bytes reclaimed."""
         freed = 0
         while self.entries and not enough():
             oldest = self.entries[0]
             if not oldest.reclaimed:
-                oldest.reclaim()  # if this raises, the entry is still here: nothing else would end it
+                oldest.reclaim()  # if this raises, the entry stays, to be reclaimed later
                 freed += oldest.nbytes
             self._forget_oldest()
         return freed
@@ -158,7 +158,7 @@ class ReclaimQueue:
             if enough():
                 return
             if not entry.reclaimed:
-                entry.reclaim()  # it leaves the queue once it is the oldest
+                entry.reclaim()  # removed from the queue once it is the oldest
 
     def _forget_oldest(self) -> None:
         self.pending_bytes -= self.entries.popleft().nbytes

@@ -1,11 +1,11 @@
-"""Dropping of storages that a plan recomputes: watches how they are made, writes their recipes, and proves these.
+"""Drop storages that a plan recomputes: watch how they are made, write their recipes, and prove the recipes.
 
-    watch = recomputing.begin(followed, ...)     # entered with the step; None: nothing is recomputed in it
+    watch = recomputing.begin(followed, ...)     # entered with the step; None: the step recomputes nothing
     recomputing.note_saved(t, handle)            # at a save: autograd's own copy may be a recipe's source
-    recomputing.hold_born(...)                   # at a save: unsaved storages that are held for recipes
+    recomputing.hold_born(...)                   # at a save: hold unsaved storages that recipes read
     recomputing.drop_all(due)                    # ON_DEVICE -> ON_HOST in `RecomputedForm`; returns the refused ones
-    recomputing.waiting                          # dropped once only the session holds their sources
-    recomputing.prove(saved, restore)            # at the first use of a storage that stayed: its recipe is tried
+    recomputing.waiting                          # storages to drop once only the session holds their sources
+    recomputing.prove(saved, restore)            # at the first use of a kept storage: try its recipe
 
 Note [Relied on] in `swap/recipe.py` says what a recipe may rely on. Its rules are cited by number here.
 """
@@ -40,32 +40,32 @@ from chameleon_mm.swap.recipe import Proof, Recipe, Refusal, Reliance, Source, b
 from chameleon_mm.swap.recipe_runner import RecipeRunner, Restore
 from chameleon_mm.swap.saved_storage import SavedStorage
 
-# --- Parameters that keep their sizes over a step: a sharded model frees its parameters, and fetches them again
+# --- Parameters that keep their size during a step. A sharded model frees its parameters and fetches them again
 
 
 class ParameterSizes:
     """Parameters whose storages have the same size when a step ends as in its forward.
 
     A sharded model frees its parameters after their forward and fetches them again on a stream of its own. No version counter
-    shows that. Such a parameter is empty at a later hook, or at the end, and no recipe may need it.
+    shows that, but such a parameter is empty at a later hook or at the step's end. No recipe may read it.
     """
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """Storages that this step's recipes would need and that no earlier step has settled, with their sizes, by id."""
+        """Storages that this step's recipes may read, but that no earlier step saw keep their size: with their sizes, by id."""
         self._stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._change: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def keeps_its_size(self, value: Value) -> bool:
-        """True if an earlier step has seen the storage of `value`, a parameter's, keep its size."""
+        """True if the storage of `value`, a parameter, kept its size in an earlier step."""
         storage = value.storage()
         if storage is None:
             return False
         return self.note(storage)
 
     def note(self, storage: torch.UntypedStorage) -> bool:
-        """Note a parameter's storage in a step that is watched or recorded. Returns True if an earlier step has seen it keep
-        its size."""
+        """Note a parameter's storage in a watched or recorded step. Returns True if the storage kept its size in an earlier
+        step."""
         stays = self._stay.get(id(storage))
         if stays is not None and stays() is storage:
             return True
@@ -74,14 +74,14 @@ class ParameterSizes:
         return False
 
     def look(self) -> None:
-        """Mark the storages first met in this step whose sizes differ now: a size must stay the same all the time."""
+        """Mark the storages first met in this step whose size differs now. Called at many hooks: a size must never change."""
         for key, (ref, nbytes) in self._met.items():
             storage = ref()
             if storage is not None and storage.nbytes() != nbytes:
                 self._change[key] = ref
 
     def end_step(self) -> None:
-        """Note the storages that have kept their sizes up to now: later steps expect them to."""
+        """Note the storages that kept their sizes during the step. Later steps rely on that."""
         self.look()
         for key, (ref, _) in self._met.items():
             storage, changes = ref(), self._change.get(key)
@@ -90,10 +90,10 @@ class ParameterSizes:
         self._met.clear()
 
 
-# --- Part of a plan about recomputation, and what the steps that followed it have shown of that
+# --- Recomputation part of a plan, with the results of steps that followed it
 
 ATTEMPTS = 4
-"""Number of steps that may fail to drop a storage for a temporary reason. After them it is not recomputed."""
+"""Number of steps that may fail to drop a storage for a temporary reason. After that the storage is not recomputed."""
 
 
 class Followed(Protocol):
@@ -101,36 +101,36 @@ class Followed(Protocol):
 
     @property
     def recompute(self) -> RecomputePlan | None:
-        """Recomputation part of the plan, as far as the step is known by now; None: nothing is recomputed."""
+        """Recomputation part of the plan that the step seems to follow; None: nothing is recomputed."""
 
     @property
     def may_recompute(self) -> bool:
-        """True if the step may follow a plan that recomputes something."""
+        """True if the step may follow a plan that recomputes a storage."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecomputePlan:
-    """Part of a plan about recomputation."""
+    """Recomputation part of a plan."""
 
     admitted: frozenset[str]
     """Base names of the operators that may run again."""
     held: Mapping[BirthPlace, int]
-    """Trace numbers of the unsaved storages that are held, by the place in the step where each is born."""
+    """Trace numbers of the unsaved storages to hold, by the place in the step where each is made."""
     proven: set[int] = field(default_factory=set)
-    """Trace numbers of the storages that a recipe at their place has made bit for bit in a proof."""
+    """Trace numbers of the storages whose recipe is proven: it made the same bits in a proof."""
     refused: dict[int, Refusal] = field(default_factory=dict)
     """Trace numbers of the storages that are not recomputed, and why."""
     is_typical: bool = True
-    """True if the step that follows it, or did, takes as long as others will. No recipe ran as a proof in it, and no storage
-    was swapped that should be dropped."""
+    """True if the latest step that follows the plan takes as long as later steps will: it ran no proof, and swapped no storage
+    that it should drop."""
     attempts: Counter[int] = field(default_factory=Counter)
-    """Number of refusals to drop each storage, by its trace number. At ATTEMPTS, a temporary reason counts as lasting."""
+    """Number of refusals to drop each storage, by trace number. At ATTEMPTS, a temporary reason counts as lasting."""
     inner_bytes: int = 0
-    """Most bytes that an operator which may run again holds internally while it runs."""
+    """Maximum bytes of internal memory of any operator that may run again."""
     banned: set[str] = field(default_factory=set)
-    """Names of the operators of recipes that made other bits than the original, for the report."""
+    """Names of the operators whose recipes made other bits than the original, for the report."""
     module_of: Callable[[int], str] = field(default=lambda number: "")
-    """Function from a storage's number to the path of the module that first saved it; "": not known."""
+    """Function from a storage's number to the path of the module that first saved it; "" if unknown."""
 
     def refuse(self, call: Call) -> Refusal | None:
         """Return why `call` must not run again, or None if it may."""
@@ -145,13 +145,13 @@ class RecomputePlan:
         return None
 
     def ban(self, number: int, operators: Sequence[str]) -> None:
-        """Note that a recipe of these operators made other bits than the original: it is not used any more."""
+        """Ban the recipe of storage `number`: its `operators` made other bits than the original."""
         self.proven.discard(number)
         self.banned.update(operators)
         self.note_refusal(number, Refusal("other bits than the original", ", ".join(dict.fromkeys(operators))))
 
     def note_refusal(self, number: int, refusal: Refusal) -> None:
-        """Note why a storage that should be dropped was not."""
+        """Note why storage `number` was not dropped as planned."""
         self.attempts[number] += 1
         if refusal.lasts or self.attempts[number] >= ATTEMPTS:
             self.refused[number] = refusal
@@ -160,10 +160,10 @@ class RecomputePlan:
 # --- recomputing
 
 AT_ITS_USE = Refusal("proved at its use first", lasts=False)
-"""Refusal in the step that first proves the recipe: rule 3."""
+"""Refusal in the step that first proves the recipe. Rule 3."""
 
 WAITS = Refusal("it waits for its sources", lasts=False)
-"""Refusal until only the session holds its sources: rule 1."""
+"""Refusal while others than the session hold a source. Rule 1."""
 
 OTHERS_HOLD = Refusal("an input that the model holds", lasts=False)
 
@@ -171,7 +171,7 @@ OTHERS_WRITE = Refusal("an input that others may write to")
 
 
 ClaimToHold = Callable[[Tensor], tuple[Claim, bool]]
-"""Function that returns the claim on a tensor's storage, and True if it is new: autograd saved nothing of it."""
+"""Function that returns the claim on a tensor's storage, and True if the claim is new: autograd did not save the storage."""
 
 
 class Recomputing:
@@ -185,7 +185,7 @@ class Recomputing:
         recipe_runner: RecipeRunner,
         reliance_ended: Callable[[Reliance], None],
     ) -> None:
-        """`reliance_ended`: the `ended` callback of each `Reliance`."""
+        """`reliance_ended`: callback `ended` for each `Reliance`."""
         self._device = device
         self._reliance_ended = reliance_ended
         self._streams = streams
@@ -194,38 +194,38 @@ class Recomputing:
         self._plan: RecomputePlan | None = None
         self._followed: Followed | None = None
         self._is_untypical = False
-        """True if the step, under any plan, takes another time than the plan says."""
+        """True if the step takes another time than any plan predicts."""
         self.watch: AnyWatch | None = None
         """Watch of the running step's forward; None: nothing is recomputed in this step."""
         self._has_recipes = False
         """True if recipes rely on this step's tensors: its writes are watched to the end of forward."""
         self._held: dict[int, tuple[Value, Claim]] = {}
-        """Values that recipes of this step may need, each with the claim that keeps its bytes, by the value's id."""
+        """Values that recipes of this step may read, each with the claim that keeps its bytes, by the value's id."""
         self._held_sources: dict[int, tuple[Value, Source]] = {}
         self.waiting: list[_Waiting] = []
-        """Storages to drop that still wait, by rule 1. Other classes only read it."""
+        """Storages to drop that still wait for rule 1. Other classes only read this."""
         self._parameters = ParameterSizes()
         self._dropping: SavedStorage | None = None
         """Storage whose recipe is being written."""
         self._obstacle: Refusal | None = None
-        """Reason why the recipe that is being written is impossible, independent of the operators that made it."""
+        """Reason why the recipe being written is impossible, other than the operators in it; None: there is none."""
 
     # --- the step
 
     def begin(self, followed: Followed, before_write: Callable[[Value], None] | None) -> AnyWatch | None:
-        """Begin a step that follows the plan that `followed` gives at each hook. Returns the watch of its forward, or None
-        without `before_write`: then nothing is recomputed in the step."""
+        """Begin a step. `followed` names the plan at each hook. Returns the watch of the step's forward. Without `before_write`
+        it returns None, and the step recomputes nothing."""
         if self._followed is not None:  # the previous step did not end
             self.end()
         self._followed, self._is_untypical, self._has_recipes = followed, False, False
         if before_write is not None:
             self.watch = watch_calls(self._device, before_write)
-            self.watch.after_forward = self._held.clear  # recipes hold what they need
+            self.watch.after_forward = self._held.clear  # recipes hold their own sources
         self._follow()
         return self.watch
 
     def _follow(self) -> None:
-        """Follow the current plan: at any hook the step may turn out to be another one."""
+        """Read the current plan from `followed`: any hook may show that the step follows another plan."""
         followed, watch = self._followed, self.watch
         plan = None if followed is None else followed.recompute
         if watch is not None and followed is not None and not followed.may_recompute and not self._has_recipes:
@@ -247,7 +247,7 @@ class Recomputing:
             self._plan.is_typical = False
 
     def end(self) -> None:
-        """End the step and forget all that was noted of it."""
+        """End the step and drop all its records."""
         if self.watch is not None:
             self.watch.end()
         self.watch = self._plan = self._followed = None
@@ -260,7 +260,7 @@ class Recomputing:
     # --- notes at hooks
 
     def note_saved(self, t: Tensor, handle: Handle) -> None:
-        """Note the handle that keeps the bytes of `t`, which autograd is saving."""
+        """Note the handle that keeps the bytes of `t`, which autograd saves now."""
         self._parameters.look()
         if not isinstance(handle, (SwappedView, KeptTensor)) or not _is_plain(t):
             return
@@ -283,7 +283,7 @@ class Recomputing:
             reliance.watch(handle)
 
     def hold_born(self, claim_to_hold: ClaimToHold, note_held: Callable[[SavedStorage, int], None]) -> None:
-        """Hold the storages born since the last hook, as the plan says. Calls `note_held(saved, number)` for each new claim."""
+        """Hold storages made since the last hook, as planned. Calls `note_held(saved, number)` for each new claim."""
         self._follow()
         if self.watch is None or not self.watch.births.born:
             return
@@ -291,7 +291,7 @@ class Recomputing:
             if not value.is_latest:
                 continue
             t = None if value.tensor is None else value.tensor()
-            if t is None or not _is_plain(t):  # no version counter would show writes
+            if t is None or not _is_plain(t):  # a version counter would not show writes
                 continue
             claim = None if value.claim is None else value.claim()
             if not isinstance(claim, Claim):
@@ -305,8 +305,9 @@ class Recomputing:
     # --- recipes
 
     def drop_all(self, due: Sequence[SavedStorage]) -> list[SavedStorage]:
-        """Drop `due` and waiting storages if recipes are proven and sources secure. Returns those that will not be dropped."""
-        self._streams.current()  # registers the stream: its reads of a storage are then ordered with the owner
+        """Drop `due` and waiting storages whose recipes are proven and sources secure. Returns those that will never be
+        dropped."""
+        self._streams.current()  # registers the stream, so that its reads are ordered with the owner
         return [saved for saved in (*due, *self._ready()) if self.drop(saved) not in (None, WAITS)]
 
     def drop(self, saved: SavedStorage) -> Refusal | None:
@@ -348,7 +349,7 @@ class Recomputing:
             return Refusal("it has moved", lasts=False)  # memory was short for a copy of a source
         self._has_recipes = True
         if number not in plan.proven:
-            self._streams.join_all(saved.slot.alloc_stream)  # the checksum comes after the writes
+            self._streams.join_all(saved.slot.alloc_stream)  # the checksum must read finished writes
             saved.proof = Proof(recipe, self._original(saved, recipe), partial(plan.note_refusal, number))
             self._count_sources(recipe)
             return AT_ITS_USE
@@ -356,13 +357,13 @@ class Recomputing:
         return None
 
     def _leave(self, saved: SavedStorage, recipe: Recipe) -> None:
-        """Drop the device copy of `saved`: from now on `recipe` makes its bytes."""
+        """Drop the device copy of `saved`, whose bytes `recipe` will recompute."""
         assert self.watch is not None and saved.device is not None
         value = self.watch.value_of(saved.device)
         assert value is not None and value.call is not None and value.result is not None
-        self._streams.join_all(saved.slot.alloc_stream)  # Note [Reclaim]: its next owner is on the stream that allocated it
+        self._streams.join_all(saved.slot.alloc_stream)  # Note [Reclaim]: the allocating stream owns the memory next
         original = self._original(saved, recipe)
-        self._streams.join_all(saved.slot.alloc_stream)  # the memory's next owner comes after the checksum's read
+        self._streams.join_all(saved.slot.alloc_stream)  # the memory is reused only after the checksum was read
         self._count_sources(recipe)
         me = weakref.ref(saved)
         for source in recipe.sources:
@@ -388,13 +389,13 @@ class Recomputing:
 
     @staticmethod
     def _count_sources(recipe: Recipe) -> None:
-        """Add one coming use to each storage that the recipe reads."""
+        """Add one use to come to each storage that the recipe reads."""
         for source in recipe.saved_sources:
             source.uses.add_handle()
 
     def _rely(self, source: Source, recipe: Recipe, dropped: weakref.ref[SavedStorage]) -> None:
-        """Register `dropped` to be recomputed before the bytes of `source` may change. That is before an operator in forward
-        writes to them, or once autograd does not rely on them any more."""
+        """Register `dropped` to be recomputed before the bytes of `source` may change: before an operator in forward writes to
+        them, or once autograd no longer needs them."""
         relied = source.relied
         if relied is None:
             return
@@ -409,14 +410,14 @@ class Recomputing:
             recipe.reliances.append(reliance)
 
     def _ready(self) -> list[SavedStorage]:
-        """Take the storages whose sources are secure now out of `waiting` and return them."""
+        """Remove the storages whose sources are secure now from `waiting`, and return them."""
         ready = [one for one in self.waiting if all(source.is_secure for source in one.sources)]
         if ready:
             self.waiting = [one for one in self.waiting if one not in ready]
         return [one.saved for one in ready]
 
     def stop_waiting(self) -> list[SavedStorage]:
-        """End all waiting, as backward has begun. Returns the storages that are not dropped."""
+        """End all waiting, because backward has begun. Returns the storages that were not dropped."""
         stay = self.drop_all(())
         waiting, self.waiting = self.waiting, []
         for one in waiting:
@@ -437,7 +438,7 @@ class Recomputing:
         return obstacle if isinstance(recipe, Refusal) and obstacle is not None else recipe
 
     def _source_of(self, value: Value) -> Source | None:
-        """Return the source with the bytes of `value`, or None if nothing keeps them."""
+        """Return the source that has the bytes of `value`, or None if nothing keeps them."""
         if not value.is_latest:
             return None
         source = self._kept(value)
@@ -467,11 +468,11 @@ class Recomputing:
         return self._held_itself(value, t, is_saved=False)
 
     def _held_itself(self, value: Value, t: Tensor, *, is_saved: bool) -> Source | None:
-        """Return a source that the recipe holds itself, by the tensor `t` over it. A small one from before the watch is copied,
-        unless autograd saved it and its size stays: eager allows later writes to it."""
+        """Return a source that the recipe holds itself through `t`, a tensor over it. A small source made before the watch is
+        copied, because eager allows later writes to it. It is not copied if autograd saved it and its size stays."""
         storage = value.storage()
         if storage is None or storage.nbytes() != value.nbytes or not storage.resizable():
-            return None  # torch did not allocate it: its owner may write to it
+            return None  # torch did not allocate the memory: its owner may write to it
         if storage.device != self._device.torch_device and value.nbytes > COPIED_BYTES:
             return None  # a host buffer, which the next batch overwrites
         known = self._held_sources.get(id(value))
@@ -484,7 +485,7 @@ class Recomputing:
             self._obstacle = Refusal("a parameter that no step has seen keep its size", lasts=False)
             return None
         if value.nbytes > COPIED_BYTES and not is_saved:
-            self._obstacle = OTHERS_WRITE  # rule 2 does not hold, and rule 1 never will: the model holds it
+            self._obstacle = OTHERS_WRITE  # rule 2 fails, and rule 1 always will: the model holds it
             return None
         if value.nbytes <= COPIED_BYTES and value.call is None and not (is_saved and stays):
             copied = self._recipe_runner.copied(storage, self._dropping)
@@ -499,7 +500,7 @@ class Recomputing:
         return source
 
     def prove(self, saved: SavedStorage, restore: Restore) -> None:
-        """Try the recipe of `saved` right before its first use, for which the original was kept: rule 3."""
+        """Try the recipe of `saved` right before its first use. The original was kept for that. Rule 3."""
         proof, saved.proof = saved.proof, None
         assert proof is not None
         refusal = self._recipe_runner.prove(proof, saved, self._streams.current(), restore)
@@ -509,12 +510,13 @@ class Recomputing:
 
 
 class _Waiting(NamedTuple):
-    """Storage to drop, and the sources of its recipe that others hold."""
+    """Storage to drop, and the sources of its recipe that others still hold."""
 
     saved: SavedStorage
     sources: list[Source]
 
 
 def _is_plain(t: Tensor) -> bool:
-    """True if a watch can tell how the bytes of `t` are made: no other subclass, and a plain storage."""
+    """True if a watch can see how the bytes of `t` are made: a `Tensor` or `Parameter`, no other class, with a plain
+    storage."""
     return type(t) in (Tensor, Parameter) and has_plain_storage(t)

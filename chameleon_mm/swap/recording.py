@@ -1,15 +1,15 @@
-"""Dispatch mode of a step, if any: a recorder (every operator, for a trace) or a watch (the calls that recomputation needs).
+"""Dispatch mode of a step, if any: a recorder (all operators, for a trace) or a watch (the calls for recomputation).
 
     recording.begin(recorder, watch)     # None, None: this step is neither recorded nor watched
     with recording.paused(): ...         # the session's own work
-    recording.leave_if_needed()          # at the end of a hook: leaves a mode under which a backward would round otherwise
+    recording.leave_if_needed()          # at the end of a hook: exit a mode under which a backward would round differently
     recorder = recording.end()
 
-A recorder is entered and left with the step. A watch is for forwards: each backward leaves it, the next save enters it again.
+A recorder is entered and exited with the step. A watch is on only in forward: each backward exits it, the next save enters it.
 
-Autograd runs each node of a backward with the modes that were active when that backward began. It puts these back when the
-backward is over. So a mode that is left within a backward comes back with the next node and after the last one. The next hook,
-or the end of the step, leaves it again.
+Autograd runs each node of a backward with the modes that were active when that backward began. It restores them after the
+backward. So a mode exited within a backward is active again at the next node, and after the last one. The next hook, or the end
+of the step, exits it again.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from chameleon_mm.record.storages import TracedStorage
 
 
 class Recording:
-    """Owner of the step's recorder or watch, which it enters and leaves. Not thread-safe, except for `paused` and `retired`:
-    any thread of the step may call these."""
+    """Owner of the step's recorder or watch, which it enters and exits. Not thread-safe, except for `paused` and `retired`,
+    which any thread of the step may call."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        """Recorder of the step, even after it was stopped. Other classes only read it."""
+        """Recorder of the step, also after it was stopped. Other classes only read it."""
         self.watch: AnyWatch | None = None
         self._thread = 0
-        """Thread that began the step: a watch is on there alone."""
+        """Thread that began the step. A watch is on only there."""
         self._entered = False
-        self._left_within: list[Recorder | AnyWatch] = []  # modes left in backwards that were not over
+        self._left_within: list[Recorder | AnyWatch] = []  # modes exited in backwards that still ran
 
         self.is_over = True
-        """True if no mode is on and autograd can put none back: hooks then do nothing about modes."""
+        """True if no mode is on and autograd cannot restore one. Hooks then ignore modes."""
 
     def begin(self, recorder: Recorder | None, watch: AnyWatch | None = None) -> None:
         """Enter `recorder` or `watch`, at most one of the two."""
@@ -55,7 +55,7 @@ class Recording:
             mode.__enter__()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context whose work and compute time are not part of the recorded step. May be nested."""
+        """Return a context whose work and compute time are not recorded. May be nested."""
         if self.recorder is not None:
             return nullcontext() if self.recorder.is_paused else _unrecorded(self.recorder)
         return nullcontext() if self.watch is None else self.watch.paused()
@@ -91,10 +91,10 @@ class Recording:
         self.leave_restored()
 
     def leave_restored(self) -> None:
-        """Leave the modes that autograd has put back."""
+        """Exit the modes that autograd has restored."""
         for mode in self._left_within:
             mode.leave_if_on()
-        if not in_backward() and threading.get_ident() == self._thread:  # another thread's backward says nothing of this one
+        if not in_backward() and threading.get_ident() == self._thread:  # a backward on another thread does not matter
             self._left_within.clear()
         self._note_whether_over()
 
@@ -104,19 +104,19 @@ class Recording:
             self.recorder.retired(traced)
 
     def hide(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage is not part of the recorded step from now on."""
+        """Exclude a storage from the recorded step from now on."""
         if self.recorder is not None:
             self.recorder.hide(storage)
 
     def end(self) -> Recorder | None:
-        """Leave the mode. Returns the recorder with its records, or None if there is none."""
+        """Exit the mode. Returns the recorder with its records, or None if there is none."""
         if self.is_over:
             return None
         recorder, watch, self.recorder, self.watch = self.recorder, self.watch, None, None
         mode = recorder or watch
         if mode is not None and self._entered:
             self._leave(mode)
-        self.leave_restored()  # after the step's last backward, which put the mode back
+        self.leave_restored()  # after the step's last backward, which restored the mode
         return recorder
 
     def _note_whether_over(self) -> None:

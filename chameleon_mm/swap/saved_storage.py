@@ -1,11 +1,11 @@
 """Life of one saved storage: on the device, on its way out, on the host, on its way back. `State` lists the states.
 
-    saved.slot        the storage, the saved tensors over it, and those that one copy has
+    saved.slot        the storage, the saved tensors that view it, and the saves that one copy includes
     saved.uses        number of uses to come
     saved.copy        its copy on the host, once a copy out was queued: block, moves, events
 
 A saved storage orders only the copies of its own bytes: the executor decides which storage moves when. Its `form` says how the
-bytes are kept off the device. The storage object stays; only its memory goes: Note [In place].
+bytes are kept off the device. Only the memory of the storage is freed; the storage object stays: Note [In place].
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from chameleon_mm.swap.gathered_part import GatheredPart, Part
     from chameleon_mm.swap.recipe import Proof
 
-# --- Coming uses of a saved storage: one for each of its handles, and again after each swap-in
+# --- Uses to come of a saved storage: one per handle, counted anew after each swap-in
 
 
 class Uses:
-    """Counter of uses. A handle that is used again counts again only after the storage has left and come back."""
+    """Counter of uses to come. A second use of a handle counts only if the storage was swapped out and in since the first."""
 
     # No `__init__`: an instance is made at every save.
     handles = 1
-    """Number of handles made for the storage. The first is that of the save for which the storage was claimed."""
+    """Number of handles made for the storage. The save that claimed the storage made the first."""
     left = 1
-    """Number of handles that were not used since the latest swap-in, which is number `swap_in_number`."""
+    """Number of handles not used since the latest swap-in, whose number is `swap_in_number`."""
     swap_in_number = 0
 
     def add_handle(self) -> None:
@@ -49,18 +49,18 @@ class Uses:
         self.left += 1
 
     def count(self, last_swap_in: int) -> int:
-        """Count a use by a handle that was last used after that swap-in. Returns the number of the latest swap-in."""
+        """Count a use of a handle last used after swap-in number `last_swap_in`. Returns the number of the latest swap-in."""
         if last_swap_in != self.swap_in_number:
             self.left -= 1
         return self.swap_in_number
 
     def note_swap_in(self) -> None:
-        """Note that the storage is on the device again: each of its handles has a use left."""
+        """Note a swap-in: each handle has a use to come again."""
         self.swap_in_number += 1
         self.left = self.handles
 
     def forget_handle(self) -> None:
-        """Remove the first handle: autograd saved nothing of the storage."""
+        """Remove the first handle, for a storage of which autograd saved nothing."""
         self.handles = self.left = 0
 
 
@@ -83,48 +83,48 @@ class SavedStorage:
         self.slot = Slot(storage, saved, alloc_stream)
         self.uses = Uses()
         self.part: Part | None = None
-        """Part of the storage that was saved; None: all of it."""
+        """Part of the storage that autograd saved; None: all of it."""
         self.gathered: GatheredPart | None = None
-        """Bytes of that part alone, once they are held in place of the storage."""
+        """Bytes of `part` alone, once they replace the storage; None: the whole storage is held."""
         self.copy: HostCopy | None = None
-        """Copy on the host; None: there is none yet, or its form has the bytes without one."""
+        """Copy on the host; None: no copy began yet, or the form needs no copy."""
         self.state = State.ON_DEVICE
         self.form: Form = WHOLE
-        """Form in which its bytes are off the device, from the copy out on."""
+        """Form in which the bytes are kept off the device. It is set when the copy out begins."""
         self.epoch = epoch
         """Step in which it was saved. `index`: number of the save within that step."""
         self.index = index
         self.nbytes = storage.nbytes()
-        """Bytes that are held and moved: all of the saved storage, until its part is gathered."""
+        """Number of bytes held and moved: the whole storage, or its part once that is gathered."""
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
-        """dtype of all its elements, if its first view covers it; else None."""
+        """dtype of the storage's elements if its first saved tensor covers all of it; else None."""
         self._context = context
         self.checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
         self.copies = 1
-        """Number of copies out of the whole storage so far, the first one included when it is still due."""
+        """Number of copies out of the whole storage so far. The first counts before it begins."""
         self.op_is_over = False
-        """True if the operators that saved it have ended, so that it may be copied."""
+        """True if the operators that saved the storage have ended. Only then may it be copied."""
         # Set by other classes.
         self.saved_by: OperatorNumber = (-1, 0)
-        """Operator that saved it last."""
+        """Operator that saved the storage last."""
         self.number: int | None = None
         """Number in the plan's trace; None: no plan knows it."""
         self.relied: Relied | None = None
         """Handles and dropped storages that depend on its bytes, in a step that recomputes."""
         self.proof: Proof | None = None
-        """Recipe to compare with it at its first use."""
+        """Proof of a recipe: at the first use, its result is compared with these bytes."""
         self.is_held_for_recipes = False
-        """True if autograd saved none of it: it is held for recipes that read it."""
+        """True if autograd did not save the storage, and it is held for recipes that read it."""
         self.stays = False
-        """True if it must not leave the device: a module of `keep` saved it."""
+        """True if the storage must stay on the device, because a module named in `keep` saved it."""
 
     @classmethod
     def known(
         cls, saves: Sequence[SavedBytes], alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int, nbytes: int,
         state: State, left: int, copy: HostCopy | None,
     ) -> SavedStorage:  # fmt: skip
-        """Record of a storage of `nbytes` that a loop of planned steps has saved, and moved so far. `saves`: one or more, in
-        order. `left`: number of them that have a use to come."""
+        """Make the record of a storage of `nbytes` that the loop of planned steps has saved and may have moved. `saves`: at
+        least one, in order. `left`: number of saves with a use to come."""
         alias = saves[0].alias
         record = cls(alias, saves[0], alloc_stream, context, epoch=epoch, index=index)
         for saved in saves[1:]:
@@ -145,13 +145,13 @@ class SavedStorage:
 
     @property
     def device(self) -> torch.UntypedStorage | None:
-        """Storage that has memory or will get it, taken back from the allocator; None if it is on the host."""
+        """Storage with memory on the device, taken back from the allocator if it was lent; None: the host has the bytes."""
         if self.slot.lent is not None:
             self.take_back()
         return None if self.state is State.ON_HOST else self.slot.storage
 
     def add_view(self, saved: SavedBytes) -> None:
-        """Add one more handle, of these bytes."""
+        """Count one more handle, and add its alias."""
         self.add_alias(saved)
         self.uses.add_handle()
 
@@ -162,15 +162,15 @@ class SavedStorage:
         self.slot.add_alias(saved)
 
     def hold_gathered(self, gathered: GatheredPart) -> None:
-        """Note that only the bytes of its part are held from now on."""
+        """Note that only the bytes of `part` are held from now on."""
         assert self.slot.storage is not None
         self.gathered, self.nbytes = gathered, self.slot.storage.nbytes()
         self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
 
     def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
-        """Count `saved`, written on `compute`, as part of this storage's copy out if that has not begun, or has these bytes.
-        Returns True if it does. A copy that began at an earlier hook of the operator that saves `t` has the bytes that this
-        operator was given.
+        """Let this storage's copy out serve `saved` too, if it has not begun or includes these bytes. Returns True if it does.
+        The bytes were written on `compute`. A copy begun at an earlier hook of the operator that saves `t` includes that
+        operator's inputs.
         """
         if self.slot.alloc_stream is not compute or self.slot.is_packed:
             return False
@@ -181,11 +181,11 @@ class SavedStorage:
 
     @property
     def is_private(self) -> bool:
-        """True if only the session can reach its bytes: nothing else refers to the storage, or they are on the host alone."""
+        """True if only the session can reach the bytes: nothing else refers to the storage, or only the host has them."""
         return self.device is None or self.slot.is_alone()
 
     def take_back(self) -> None:
-        """Take the device memory back, or note that the allocator has reclaimed it."""
+        """Take lent device memory back, or note that the allocator has reclaimed it."""
         if not self.slot.is_back():
             totals = self._context.metrics.totals
             totals.bytes_reclaimed += self.nbytes
@@ -196,28 +196,27 @@ class SavedStorage:
 
     @property
     def is_copyable(self) -> bool:
-        """True if the storage still has its size and at least one save was not written to since. The use of a save that was
-        written to raises anyway. A storage held only for recipes is not copied while the model holds it, and never
-        one that `stays`."""
+        """True if the storage still has its size and at least one save was not written to since. (A use of a written save
+        raises anyway.) Never true if it `stays`, nor for a storage held only for recipes while the model holds it."""
         if self.stays:
             return False
         storage = self.slot.storage if self.slot.lent is None else self.device
         if storage is None or storage.nbytes() != self.nbytes:
             return False
         if self.is_held_for_recipes and not self.is_private:
-            return False  # Note [Relied on]: recipes rely on bytes that the model can no longer write to
+            return False  # Note [Relied on]: recipes read only bytes that the model cannot write to
         return self.slot.unwritten() is not None
 
     @property
     def transfer_bytes(self) -> int:
-        """Bytes that cross the link."""
+        """Number of bytes that cross the link."""
         return self.nbytes - self.form.device_bytes
 
     def swap_out(self, form: Form = WHOLE, *, pageable: bool = False, at_once: bool = False) -> None:
-        """Queue the copy out, in the given form. `pageable`: to pageable memory, beyond the pool's limit. `at_once`: as in
+        """Queue the copy out, in the given form. `pageable`: copy to pageable memory, beyond the pool's limit. `at_once`: as in
         `CopyQueue.submit`.
 
-        Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
+        Raises `HostMemoryExhausted` or `TransferFailed`, and then changes nothing.
         """
         slot, context, storage, first_bytes = self.slot, self._context, self.slot.storage, form.device_bytes
         assert self.state is State.ON_DEVICE and storage is not None
@@ -225,11 +224,11 @@ class SavedStorage:
         # Note [Swap-out]: compute wrote the source. Note [Host block]: the block's last use may still be running.
         after = [slot.alloc_stream.record(), *block.pending_events]
         if not at_once:
-            slot.note_begun()  # a plan copies after the last save of the storage
+            slot.note_begun()  # needed here only: a plan copies after the last save
         if slot.has_uncovered():
-            at_once, self.checksum = True, None  # bytes that no save covers may change while they are copied
+            at_once, self.checksum = True, None  # no checksum: uncovered bytes may change during the copy
         if self.checksum is not None:
-            # The checksum is taken on the current stream, which need not be the allocating one.
+            # The checksum runs on the current stream, which may differ from the allocating stream.
             context.streams.join_all(slot.alloc_stream)
             self.checksum.close(flat_bytes(storage))
         self.copy = HostCopy.begin(block, storage, first_bytes, slot.saves, after, context, at_once=at_once)
@@ -238,7 +237,7 @@ class SavedStorage:
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form) -> None:
-        """Let the device memory go, in stream order, without a copy of its own: `form` has the bytes.
+        """Free the device memory, in stream order, without a copy out: `form` has the bytes.
 
         The allocating stream must have joined every stream that read the memory.
         """
@@ -250,7 +249,7 @@ class SavedStorage:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Let the device memory go, as its bytes are elsewhere. If others refer to the storage, it goes at a later hook."""
+        """Free the device memory, whose bytes also exist elsewhere. If others refer to the storage, a later hook frees it."""
         if self.slot.is_alone():
             self.empty()
             return
@@ -258,7 +257,7 @@ class SavedStorage:
         self._context.held[self] = None
 
     def empty(self) -> None:
-        """Let the device memory go, as its bytes are elsewhere and nothing else refers to the storage."""
+        """Free the device memory. Its bytes must exist elsewhere, and nothing else may refer to the storage."""
         self.slot.empty(self._context.streams)
         self._emptied()
 
@@ -269,7 +268,7 @@ class SavedStorage:
 
     @property
     def reclaimed(self) -> bool:
-        """True if nothing is left to reclaim: it was reclaimed, or its copy out was cancelled."""
+        """True if the storage was reclaimed or its copy out was cancelled: nothing is left to reclaim."""
         return self.state is not State.SWAPPING_OUT
 
     def reclaim_if_copied(self) -> bool:
@@ -283,11 +282,11 @@ class SavedStorage:
         self.take_back()
         if self.state is not State.SWAPPING_OUT:
             return True
-        # The host saw the copy complete, so all that it launches next is ordered after it: no wait is needed.
+        # The host saw the copy complete. Work launched from now on comes after it, so no wait is needed.
         return self._reclaim()
 
     def reclaim(self) -> None:
-        """Order compute after the copy out and let the device memory go."""
+        """Order compute after the copy out, then free the device memory."""
         assert self.copy is not None
         if self.slot.lent is not None:
             self.take_back()
@@ -302,14 +301,14 @@ class SavedStorage:
             self._reclaim()
 
     def wait_for_copy_out(self, done: Event) -> None:
-        """Order compute after the copy out, which was handed over and ends at `done`."""
-        # Note [Reclaim]: the next owner of the device memory comes after the copy. If the storage stays, its copy was handed
-        # over all the same, and compute's next writes to the storage come after the copy, too.
+        """Order compute after the copy out, which was handed to the device and ends at `done`."""
+        # Note [Reclaim]: the next owner of the device memory must come after the copy. If the storage stays, compute's next
+        # writes to it must come after the copy, too.
         self._context.metrics.wait(self.slot.alloc_stream, done, "out", self.number)
 
     def _reclaim(self) -> bool:
-        """Let the device memory go, after the copy out. Returns False if there was no memory for the part that stays: then all
-        of it stays."""
+        """Free the device memory, after the copy out. Returns False if there was no memory for the part that stays; then the
+        whole storage stays."""
         assert self.copy is not None
         if self.copy.block is None:  # the last handle is gone
             self._context.streams.join_all(self.slot.alloc_stream)  # Note [Reclaim]
@@ -326,7 +325,7 @@ class SavedStorage:
         return True
 
     def cancel_swap_out(self) -> bool:
-        """Cancel a copy out of which nothing was handed over, as a use is next. Returns True if it was cancelled."""
+        """Cancel the copy out before a use, if no piece was handed to the device yet. Returns True if it was cancelled."""
         assert self.copy is not None
         self.take_back()
         out, queue = self.copy.out, self._context.out_queue
@@ -340,7 +339,7 @@ class SavedStorage:
         self.stay_on_device()
 
     def stay_on_device(self) -> None:
-        """Note that it is on the device alone. Its copy and its form release what they hold."""
+        """Note that the bytes are only on the device. The copy and the form release the memory that they hold."""
         if self.copy is not None:
             self.copy.release()
         self.form.drop()
@@ -351,8 +350,8 @@ class SavedStorage:
     # --- back
 
     def swap_in(self, compute: Stream, *, at_once: bool = False) -> torch.UntypedStorage:
-        """Allocate memory on `compute` and queue the copy back into the storage, which is returned. `at_once`: as in
-        `CopyQueue.submit`. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
+        """Allocate memory on `compute`, queue the copy back into the storage, and return the storage. `at_once`: as in
+        `CopyQueue.submit`. Raises `torch.OutOfMemoryError` or `TransferFailed`, and then changes nothing."""
         copy, storage = self.copy, self.slot.storage
         assert self.state is State.ON_HOST and copy is not None and storage is not None
         compute.resize(storage, self.nbytes)
@@ -364,13 +363,13 @@ class SavedStorage:
         return storage
 
     def _came_back(self, state: State, compute: Stream) -> None:
-        """Note that swapping fills its memory, on `compute` or before a wait there."""
+        """Note that a swap-in fills the memory, on `compute` or on a stream that `compute` waits for."""
         self.slot.alloc_stream, self.slot.came_back = compute, True
         self.uses.note_swap_in()
         self._to(state)
 
     def restored(self, compute: Stream) -> None:
-        """Note that its form has put its bytes into the storage, on `compute`, the current stream."""
+        """Note that the form wrote the bytes into the storage, on `compute`, the current stream."""
         storage = self.slot.storage
         assert self.state is State.ON_HOST and self.copy is None and storage is not None
         if self.checksum is not None:
@@ -383,7 +382,7 @@ class SavedStorage:
         copy, storage = self.copy, self.slot.storage
         assert storage is not None
         if copy is None or copy.back is None:
-            return storage  # its form filled it on the stream that allocated it, or it never left
+            return storage  # the form filled it on the allocating stream, or it was never freed
         copy.arrive(compute, self.number, prefetched=prefetched)
         if self.checksum is not None and self.state is State.SWAPPING_IN:
             self.checksum.check(flat_bytes(storage))
@@ -392,7 +391,7 @@ class SavedStorage:
 
     @property
     def may_be_prefetched(self) -> bool:
-        """True if a copy of its own may be brought back before its use, and a use will need that."""
+        """True if the storage has a copy of its own on the host that a later use will need back on the device."""
         may_be = self.state is State.ON_HOST and self.form.has_copy
         return may_be and (self.gathered is None or not self.gathered.is_whole())
 
@@ -403,9 +402,9 @@ class SavedStorage:
         return self.state is State.SWAPPING_IN and copy is not None and copy.back is not None and copy.back.failed
 
     def drop_restored(self) -> bool:
-        """Let the device memory go without a copy, as its bytes are elsewhere too. Returns True if it went. Else it goes at a
-        later hook, once nothing else refers to it. Raises `torch.OutOfMemoryError` with nothing changed if there is no memory
-        for the part that stays."""
+        """Free the device memory without a copy, as the host still has the bytes. Returns True if it was freed; otherwise a
+        later hook frees it, once nothing else refers to it. Raises `torch.OutOfMemoryError`, and then changes nothing, if there
+        is no memory for the part that stays."""
         assert self.state in (State.SWAPPING_IN, State.RESTORED) and self.slot.storage is not None
         if self.state is State.SWAPPING_IN:
             assert self.copy is not None
@@ -418,15 +417,15 @@ class SavedStorage:
         return True
 
     def drop_used(self) -> None:
-        """Let the device memory go at the next hook, as all views were used: until then autograd's tensors hold it. A partial
-        form keeps it: its first bytes are nowhere else."""
+        """Free the device memory at the next hook, as all views were used. Until then autograd's tensors hold it. A partial
+        form keeps the memory, because the host lacks its first bytes."""
         if not self.form.device_bytes:
             self._context.held[self] = None
 
     def retire(self) -> None:
         """Release the block and the storage, once the last handle is gone.
 
-        A copy out that still reads the device memory keeps it: `state` stays SWAPPING_OUT, and the reclaim queue ends it.
+        If a copy out still reads the device memory, `state` stays SWAPPING_OUT, and the reclaim queue frees that memory later.
         """
         self.take_back()
         if self.state is State.RETIRED:
@@ -443,7 +442,7 @@ class SavedStorage:
                 self.copy.settle_back(self.slot.alloc_stream, self.transfer_bytes)
                 self.slot.free()
         except BaseException:
-            # The device refused an ordering that the next steps need: the host waits instead.
+            # The device refused to order the streams, so the host waits instead.
             self._context.out_queue.synchronize()
             self._retired()
             raise

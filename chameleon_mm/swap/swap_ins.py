@@ -1,7 +1,7 @@
-"""Swap-ins: bring saved storages back at their use, from any form, and before it as far as the budget allows.
+"""Swap-ins of saved storages, from any form: on demand at a use, or ahead of it as far as the budget allows.
 
-storage = ins.restore(saved, compute)        # on the device, its bytes in place, `compute` ordered after them
-ins.prefetch_after(saved, compute)           # those that the previous step used next
+storage = ins.restore(saved, compute)        # the storage on the device; `compute` waits for its bytes
+ins.prefetch_after(saved, compute)           # the storages that the previous step used next
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.units import allocated_size
 
 PREFETCH_WINDOW = 32
-"""Number of coming uses considered for a prefetch at each use."""
+"""Number of uses to come that each use considers for prefetches."""
 
 _Made = TypeVar("_Made")
 
 
 class SwapIns:
-    """Swap-ins on demand and ahead. Not thread-safe: the executor holds its lock."""
+    """Swap-ins, on demand and as prefetches. Not thread-safe: the executor holds its lock."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SwapIns:
         self._order = order
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
-        """Return the storage on the device, with its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
+        """Bring the storage to the device, with its bytes, ready for `compute`. Raises `torch.OutOfMemoryError`."""
         gathered = saved.gathered
         if gathered is None:
             return self._restore_held(saved, compute)
@@ -67,8 +67,8 @@ class SwapIns:
         return self._allocate(gathered.whole_bytes, lambda: gathered.unpack(packed, compute), exclude=(saved,))
 
     def fetch_for_recomputation(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
-        """Bring back the storages on the host that recomputing `saved` reads. Then queue the copies back of `due`, as planned:
-        they overlap the operators that make `saved`."""
+        """Swap in the storages that the recomputation of `saved` reads. Then queue the planned copies back of `due`, which
+        overlap the recomputation."""
         self._recipe_runner.restore_sources(saved, compute, self.restore)
         self.prefetch_planned(due, compute)
 
@@ -85,7 +85,7 @@ class SwapIns:
             if coming is None or not coming.may_be_prefetched:
                 continue
             if self._budget.way is not None and coming.number is not None:
-                continue  # the plan says when
+                continue  # the plan decides when
             if not self._budget.room_for(coming.nbytes):
                 return
             try:
@@ -94,7 +94,7 @@ class SwapIns:
                 return  # no use needs it yet
 
     def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
-        """Hand over the copies back of `due`, as planned. A use brings back the storages that find no memory."""
+        """Hand the planned copies back of `due` to the device. If there is no memory for one, its use swaps it in."""
         follows_plan = self._budget.way is not None
         for saved in due:
             if not saved.may_be_prefetched:
@@ -105,22 +105,22 @@ class SwapIns:
                 self.prefetch(saved, compute, at_once=True)
 
     def prefetch(self, coming: SavedStorage, compute: Stream, *, at_once: bool = False) -> None:
-        """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
+        """Queue the copy back of `coming`. Raises `torch.OutOfMemoryError` or `TransferFailed`, and then changes nothing."""
         coming.swap_in(compute, at_once=at_once)
         self._budget.note_allocated(coming.nbytes)
         self._context.metrics.totals.prefetches += 1
 
     def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
-        """Return the held bytes of `saved` on the device, ready for `compute`."""
+        """Bring the storage that `saved` holds, whole or gathered, to the device, ready for `compute`."""
         totals = self._context.metrics.totals
         if saved.swap_in_failed:
-            saved.drop_restored()  # it never got its bytes
+            saved.drop_restored()  # the copy back was refused
         elif (
             saved.slot.came_back
             and saved.slot.alloc_stream is not compute
             and saved.state in (State.SWAPPING_IN, State.RESTORED)
             and not saved.drop_restored()
-        ):  # it stays in another stream's pool: copy it to that of `compute`
+        ):  # its memory is another stream's: copy it to memory of `compute`
             return self._allocate(saved.nbytes, lambda: self._copied_on(saved, compute), exclude=(saved,))
         group = saved.form.group
         if group is not None and saved.state is State.ON_HOST:
@@ -130,7 +130,7 @@ class SwapIns:
         if saved.state is State.SWAPPING_OUT:
             saved.cancel_swap_out()
         if saved.state is State.ON_HOST:
-            # If the plan brings the storage back at this hook, its growth until the next check has these bytes already.
+            # If the plan swaps the storage in at this hook, the plan's growth until the next check includes these bytes.
             way = self._budget.way
             is_planned = way is not None and (way.hook, saved.number) in way.program.backs
             self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
@@ -150,22 +150,22 @@ class SwapIns:
     def _allocate(
         self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage], is_planned: bool = False
     ) -> _Made:
-        """Make room for a use and allocate by `allocate`; `exclude` is not reclaimed for it. `is_planned`: as in
+        """Make room for a use and call `allocate`. Storages in `exclude` are not reclaimed. `is_planned`: as in
         `Budget.make_room`."""
         self._budget.make_room(nbytes, exclude=exclude, is_planned=is_planned)
         return self._budget.allocate(nbytes, allocate, exclude=exclude)
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
-        """Unpack `wanted` and others of the group. The group's own memory goes if no member is left in it."""
-        # A function of its own holds the group's storage: it has no other holder once that has returned.
+        """Unpack `wanted` and other members of the group. Free the group's memory if no member is left in it."""
+        # `_unpack_some` holds the group's storage. After it returns, no other reference is left.
         if self._unpack_some(group, wanted, compute) and group.packed.state is State.RESTORED:
             group.packed.drop_restored()
 
     def _unpack_some(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> bool:
-        """Unpack `wanted` and other waiting members of the group by one kernel, as far as there is room: storages saved
-        together are used together. Returns True if those were all."""
+        """Unpack `wanted` and, as far as there is room, the other members of the group by one kernel: storages saved together
+        are used together. Returns True if no member is left."""
         if group.packed.state is State.ON_HOST:
-            self._staging.make_room(group.packed.nbytes)  # even if copies are refused, it comes back: a use needs it
+            self._staging.make_room(group.packed.nbytes)  # a use needs the group, even if copies out are refused
         packed = self._restore_held(group.packed, compute)
         waiting = group.packed_members()
         members, nbytes, room = [], allocated_size(wanted.nbytes), self._budget.spare_until_used_bytes()
@@ -177,11 +177,11 @@ class SwapIns:
         return len(members) == len(waiting)
 
 
-# --- Recomputes dropped storages before their sources may be overwritten. Note [Relied on]
+# --- Rescue: recompute dropped storages before their sources may be overwritten. Note [Relied on]
 
 
 class Rescue:
-    """Rescue of the storages made from a value. Not thread-safe: the executor holds its lock."""
+    """Recomputation of dropped storages whose source may be overwritten. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, ins: SwapIns, budget: Budget, streams: ComputeStreams) -> None:
         self._ins = ins
@@ -189,24 +189,24 @@ class Rescue:
         self._streams = streams
 
     def run(self, relied: Relied) -> None:
-        """Recompute all dropped storages that depend on `relied`. Each stays on the device or goes to the host."""
+        """Recompute all dropped storages that depend on `relied`. Each then stays on the device or is swapped out."""
         compute, dependents = self._streams.current(), relied.dependents
         with _disable_current_modes() if tracer_is_on() else nullcontext():
             while dependents:
                 saved = dependents[0]()
                 if saved is not None and saved.form.recipe is not None and saved.state in (State.ON_HOST, State.RESTORED):
                     self._rescue(saved, compute)
-                del dependents[0]  # an error leaves it: the next write tries again
+                del dependents[0]  # after an error it is still listed, and the next write tries again
 
     def let_go(self, reliance: Reliance) -> None:
-        """Rescue the storages made from a source that autograd does not rely on any more, if others hold the source."""
+        """Recompute the storages that depend on a source, once autograd no longer needs the source, if others hold it."""
         relied = reliance.source.relied
         if relied is not None and relied.dependents and not reliance.source.is_alone:
             self.run(relied)
 
     def hand_out(self, relied: Relied, handle: Handle, saved: SavedStorage | None) -> None:
-        """Rescue before a node that may write to it gets the tensor of `handle`, or at autograd's last use if others hold it.
-        `saved`: storage of the tensor; None: one that stays on the device."""
+        """Recompute dependents before a node that may write to the tensor of `handle` gets it, or at autograd's last use if
+        others hold the tensor. `saved`: storage of the tensor; None: it stays on the device."""
         relied.note_used(handle)
         if not node_is_torchs() or not (relied.by_autograd or (saved is not None and saved.is_private)):
             self.run(relied)
@@ -218,9 +218,9 @@ class Rescue:
         except RuntimeError as error:
             if isinstance(error, (ChameleonError, torch.OutOfMemoryError)):
                 raise
-            return  # its use raises the same error, if there is one
+            return  # if there is an error, its use raises the same one
         if saved.state is State.RESTORED:
             saved.stay_on_device()
-        if home is not compute:  # now another stream's memory, but its users are ordered only after its home
+        if home is not compute:  # now memory of `compute`, while its users wait only for `home`
             with suppress(HostMemoryExhausted, TransferFailed):
                 swap_out_now(saved)

@@ -1,8 +1,8 @@
-"""Swap-outs of saved storages, after the operator that saved them is over, each by the way that suits its size.
+"""Swap out saved storages once the operator that saved them is over: gathered, alone or packed, by size.
 
 outs.add(saved)                                  # ON_DEVICE: its operator may still write it
 for saved in outs.finished(): outs.swap_out(saved)   # at every hook: gather a small view; alone | with others
-outs.pack_small()                                # the small ones that wait, at once: the link is idle, or memory is short
+outs.pack_small()                                # pack the waiting small ones now: the link is idle, or memory is short
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from chameleon_mm.units import MIB
 _log = logging.getLogger(__name__)
 
 GROUP_BYTES = 4 * MIB
-"""Bytes of waiting small storages that are packed even while the link is busy: it reaches 96 % of its rate from there on."""
+"""Bytes of waiting small storages that are packed even while the link is busy. At this size copies reach 96 % of its rate."""
 
 MOST_COPIES = 3
-"""Most copies of one storage. A copy is repeated when more of the storage was saved after it began. From then on the storage
-waits until memory is short. The model holds a storage that is saved again and again, so that copying it frees nothing. A loop
-over its slices would copy it for each."""
+"""Maximum number of copies out of one storage. A copy is repeated if more of the storage is saved after it began. After this
+many copies, the storage waits until memory is short: the model still holds it, so that copies free nothing. A loop over slices
+would otherwise copy the storage for each slice."""
 
 
 class SwapOuts:
@@ -62,23 +62,23 @@ class SwapOuts:
         self._thresholds = thresholds
         self._staging = staging
         self.fresh: list[SavedStorage] = []
-        """Storages saved by operators that are not known to be over. The hand-over adds those of the loop."""
+        """Storages whose saving operators may still run. `HandOver` adds storages saved in the loop."""
         self.latest_operator: OperatorNumber = (-1, 0)
-        """Operator that saved last: those before it on its thread are over."""
+        """Latest operator that saved. Earlier operators of its thread are over."""
         self.small: list[SavedStorage] = []
-        """Storages too small to move alone, which wait for other small ones."""
+        """Storages too small to move alone, waiting to be packed."""
         self.waiting_bytes = 0
-        """Bytes of the small storages that wait: stored, because every hook reads it."""
+        """Total bytes of `small`. Stored, because every hook reads it."""
 
     def add(self, saved: SavedStorage) -> None:
-        """Add a storage that the calling thread is saving, in an operator that has not ended."""
+        """Add a storage saved by the operator that runs on the calling thread."""
         saved.op_is_over = False
         saved.saved_by = self.latest_operator = this_thread.number, sequence_nr()  # as `current_operator` does, without a call
         self.fresh.append(saved)
 
     @property
     def have_work(self) -> bool:
-        """True if any saved storage is on its way out or back, or waits to be."""
+        """True if any copy out or back is running, queued or waiting to be packed."""
         budget, lending = self._budget, self._budget.lending
         return bool(
             self.fresh
@@ -90,7 +90,7 @@ class SwapOuts:
         )
 
     def finished(self) -> list[SavedStorage]:
-        """Return the storages whose operators are known to be over. Until its end, an operator may write what it saved.
+        """Return the storages whose saving operators are known to be over. A running operator may still write to its saves.
 
         Note [Swap-out].
         """
@@ -104,8 +104,8 @@ class SwapOuts:
         return over
 
     def is_over(self, saved: SavedStorage) -> bool:
-        """True if the operator that saved it last is over. The calling thread knows its own operator, and the latest save of
-        another thread. Note [Swap-out]."""
+        """True if the operator that saved the storage last is over. The calling thread knows its own current operator, and the
+        latest saving operator of another thread. Note [Swap-out]."""
         if not saved.op_is_over:
             (thread, number), latest = saved.saved_by, self.latest_operator
             now = sequence_nr() if thread == this_thread.number else latest[1] if thread == latest[0] else number
@@ -113,7 +113,7 @@ class SwapOuts:
         return saved.op_is_over
 
     def pump(self, lending: Lending | None) -> None:
-        """Give the link and the allocator what is ready for them, and drop storages whose copies are complete."""
+        """Queue ready copies, lend ready memory to the allocator, and free device memory whose copy out is complete."""
         if self.small:
             self._pack_waiting()
         if lending is not None and lending.memory_is_short:
@@ -127,19 +127,19 @@ class SwapOuts:
             lending.lend()
 
     def begin_again(self, saved: SavedStorage, saved_bytes: SavedBytes, compute: Stream) -> None:
-        """Begin its copy again, as its latest copy, running or not, lacks these bytes, which are saved now on `compute`."""
+        """Copy the storage out again, because its latest copy lacks `saved_bytes`, saved now on `compute`."""
         saved.copies += 1
         self.call_off(saved, compute)
         slot = saved.slot
         if slot.alloc_stream is not compute:
-            compute.wait(slot.alloc_stream.record())  # the copy, ordered after `compute`, must see the writes there
+            compute.wait(slot.alloc_stream.record())  # the copy waits for `compute` alone, and must see these writes
             slot.alloc_stream = compute
         slot.include(saved_bytes)
 
     def call_off(self, saved: SavedStorage, compute: Stream) -> None:
-        """Have a storage that is saved now, on `compute`, on the device alone, without a copy.
+        """Discard the copies of a storage that is saved now, on `compute`.
 
-        It has all bytes there, as others refer to it.
+        The device has all its bytes, because others refer to it.
         """
         group = saved.form.group
         if saved.state is State.SWAPPING_OUT and not saved.cancel_swap_out() and saved.state is State.SWAPPING_OUT:
@@ -154,7 +154,7 @@ class SwapOuts:
         self._registry.release_group(group)
 
     def let_go_of_held(self) -> None:
-        """Let the memory of held storages go once others hold them no more."""
+        """Free the memory of storages in `held` that no one else refers to now."""
         for saved in tuple(self._context.held):
             if saved.state is not State.RESTORED:
                 self._context.held.pop(saved, None)
@@ -162,8 +162,8 @@ class SwapOuts:
                 saved.empty()
 
     def swap_out(self, saved: SavedStorage, *, alone: bool = False) -> None:
-        """Swap out by the default rule: gather a small view; queue its copy, or let it wait for other small ones. `alone`: it
-        does not wait, as no room for packing is known."""
+        """Swap out by the default rule: gather a small view; queue the copy, or let a small storage wait to be packed. `alone`:
+        do not wait, because there may be no room for packing."""
         if saved.state is not State.ON_DEVICE or not saved.is_copyable:
             return
         if saved.part is not None:
@@ -179,8 +179,8 @@ class SwapOuts:
             self.waiting_bytes += saved.nbytes
 
     def swap_out_planned(self, saved: SavedStorage, last_bytes: int) -> None:
-        """Hand over the copy of its last bytes, if it may be copied now. The plan says when its memory is reclaimed. It stays
-        if the host takes no more."""
+        """Hand the copy of the last `last_bytes` to the device, if the storage may be copied now. The plan decides when its
+        memory is reclaimed. The storage stays if the host has no room."""
         if saved.state is not State.ON_DEVICE or not saved.op_is_over or not saved.is_copyable:
             return
         whole = last_bytes >= saved.nbytes
@@ -189,36 +189,36 @@ class SwapOuts:
             self.note_planned(saved)
 
     def note_planned(self, saved: SavedStorage) -> None:
-        """Note that a plan queued its copy out. The plan says when its memory goes."""
+        """Note that a plan queued the copy out. The plan decides when the memory is freed."""
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
             self._budget.lending.add(saved)
 
     def _pack_waiting(self) -> None:
-        """Pack the waiting small storages once they fill a group, the link is idle, or the coming growth is unknown."""
+        """Pack the waiting small storages if they fill a group, the link is idle, or the growth is unknown."""
         if self.waiting_bytes >= GROUP_BYTES or self._budget.growth_is_unknown or self._context.out_queue.is_idle():
             self.pack_small()
 
     def forget_small(self) -> None:
-        """Forget the waiting storages that left the device in another way. Called at the end of a step."""
+        """Remove storages from `small` that left the device in another way. Called at the end of a step."""
         self.small = [saved for saved in self.small if saved.state is State.ON_DEVICE]
         self.waiting_bytes = sum(saved.nbytes for saved in self.small)
 
     def pack_small(self) -> None:
-        """Pack the waiting small storages, each group by one kernel. Their memory goes at once; one copy takes a group out."""
+        """Pack the waiting small storages, each group by one kernel and one copy out. Their own memory is freed at once."""
         waiting, self.small, self.waiting_bytes = self.small, [], 0
         ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.ON_DEVICE and saved.op_is_over)
         members = [saved for saved in ready if saved.is_copyable]
-        # Members keep their memory while their group is packed: a tight budget has room for small groups only.
+        # Members keep their memory while their group is packed, so a tight budget allows only small groups.
         at_most = min(2 * GROUP_BYTES, self._budget.spare_bytes())
         for together in self._staging.batches(members, at_most=at_most):
-            if len(together) == 1:  # no other to share a launch with
+            if len(together) == 1:  # nothing to pack it with
                 self.swap_out_alone(together[0])
             elif self._staging.make_room(packed_offsets([member.nbytes for member in together]).total_bytes):
-                self._pack(together)  # else they stay; a memory check may still swap them out one by one
+                self._pack(together)  # if this fails they stay; a memory check may swap them out singly
 
     def swap_out_alone(self, saved: SavedStorage, *, may_be_lent: bool = True) -> None:
-        """Queue its copy out alone. It stays if the host takes no more. `may_be_lent`: to the allocator meanwhile."""
+        """Queue the copy out of one storage. It stays if the host has no room. `may_be_lent`: lend its memory meanwhile."""
         if not self._began(saved):
             return
         self._budget.reclaim.add(saved)
@@ -226,7 +226,7 @@ class SwapOuts:
             self._budget.lending.add(saved)
 
     def _began(self, saved: SavedStorage, form: Form = WHOLE, *, at_once: bool = False) -> bool:
-        """Queue the copy out in `form`. Returns False, and counts the refusal, if the storage stays."""
+        """Queue the copy out in `form`. If that is refused, count it and return False; the storage stays."""
         try:
             saved.swap_out(form, at_once=at_once)
         except (HostMemoryExhausted, TransferFailed) as refusal:
@@ -237,8 +237,8 @@ class SwapOuts:
         return True
 
     def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
-        """Queue the copy out to pageable memory, if none could be pinned and the storage must not stay. Returns True if that
-        was done."""
+        """Queue the copy out to pageable memory, if no memory could be pinned and the storage must not stay. Returns True if it
+        is queued."""
         if not isinstance(refusal, HostMemoryExhausted) or not self._budget.must_use_pageable:
             return False
         with suppress(HostMemoryExhausted, TransferFailed):
@@ -252,10 +252,10 @@ class SwapOuts:
             self._budget.note_allocated(group.packed.nbytes)
             self._registry.packed_groups.add(group)
             self._context.metrics.totals.packed_groups += 1
-            self.swap_out_alone(group.packed, may_be_lent=False)  # `Staging` looks at groups at every hook
+            self.swap_out_alone(group.packed, may_be_lent=False)  # `Staging` reads groups at every hook
 
     def _gather(self, saved: SavedStorage) -> None:
-        """Gather the view and free the rest of its storage. If there is no memory for that, all of it moves."""
+        """Gather the view and free the rest of its storage. Without memory for that, the whole storage moves."""
         with suppress(torch.OutOfMemoryError):
             saved.hold_gathered(GatheredPart(saved, self._context.streams.current(), self._context.streams))
             self._context.metrics.totals.gathers += 1

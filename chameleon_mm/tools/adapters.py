@@ -1,9 +1,9 @@
-"""Low-rank adapters on a model whose own weights are frozen, and those weights packed into fewer bits, as shapes.
+"""Low-rank adapters on a model with frozen weights, and these weights packed into fewer bits, as shapes.
 
 build = adapted(build, Adapters(rank=8, modules=("q_proj", "v_proj"), bits=4))
 
-y = linear(x) + B(A(x)) * s     the operators of peft's LoRA without dropout; A and B are trained, all else is not
-4 or 8 bits                     of an element, and a float32 scale for 64 of them, as bitsandbytes' NF4
+y = linear(x) + B(A(x)) * s     the operators of peft's LoRA without dropout; only A and B are trained
+4 or 8 bits                     per element, and a float32 scale per 64 elements, as in bitsandbytes' NF4
 
 A packed weight is unpacked before each product, in forward and again in backward, and never saved unpacked.
 """
@@ -30,9 +30,9 @@ _BLOCK = 64
 class Adapters:
     rank: int
     modules: tuple[str, ...] = ()
-    """Names of the linear modules that get an adapter, or ends of their paths; empty: all but the model's output."""
+    """Names of linear modules that get an adapter, or ends of their paths; empty: all except the model's output."""
     bits: int | None = None
-    """Bits of an element of the frozen linear weights but the output's; None: they keep their dtype."""
+    """Bits per element of the frozen linear weights, except the output's; None: they keep their dtype."""
 
 
 def parse_adapters(text: str, quantise: str | None) -> Adapters:
@@ -45,7 +45,7 @@ def parse_adapters(text: str, quantise: str | None) -> Adapters:
 
 
 def adapted(build: Build, adapters: Adapters) -> Build:
-    """Builder of the same model with adapters. It raises `ModelUnusable` if a name matches no linear module."""
+    """Return a builder of the same model with adapters. It raises `ModelUnusable` if a name matches no linear module."""
 
     def build_adapted() -> Workload:
         workload = build()
@@ -99,7 +99,7 @@ def _pack(linear: Any, bits: int) -> None:
 
 
 class _PackedLinear(torch.autograd.Function):
-    """`F.linear` with a frozen weight that is packed: backward reads the packed bytes, and unpacks them once more."""
+    """`F.linear` with a packed frozen weight. Backward reads the packed bytes and unpacks them again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -115,7 +115,7 @@ class _PackedLinear(torch.autograd.Function):
 
 @torch.library.custom_op("chameleon_mm_shapes::unpack", mutates_args=())
 def _unpack(packed: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Read packed bytes and scales and write the weight, in one kernel. Scales are zeros here, and so are weights."""
+    """Read packed bytes and scales and write the weight, in one kernel. Scales and weights are zeros here."""
     return packed.new_zeros(shape, dtype=dtype)
 
 

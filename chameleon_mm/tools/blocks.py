@@ -1,4 +1,4 @@
-"""Repeated blocks of a model: which they are, and the same model with torch's checkpointing around them.
+"""Repeated blocks of a model, and the same model with torch's checkpointing around them.
 
 blocks = blocks_of(model)               # the outermost modules with parameters in its lists and sequences
 checkpoint_blocks(model, Checkpointing(Fraction(1, 2)))   # every second block saves its inputs, and runs again in backward
@@ -43,7 +43,7 @@ class Checkpointing:
     """Torch's checkpointing of a model's blocks."""
 
     share: Fraction = Fraction(1)
-    """Share of the blocks, evenly spread, the first among them."""
+    """Share of the blocks, evenly spread, including the first."""
     selective: bool = False
     """True if a block keeps attention and every second product, as torchtitan's "selective op" does."""
 
@@ -55,10 +55,10 @@ class Checkpointing:
 
 
 def checkpoint_blocks(model: nn.Module, how: Checkpointing) -> None:
-    """Run blocks under `torch.utils.checkpoint`, not reentrant, as torchtitan and Hugging Face do. A block that is compiled
-    stays so: its compiled code runs again.
+    """Run blocks under `torch.utils.checkpoint`, not reentrant, like torchtitan and Hugging Face. A compiled block stays
+    compiled: its compiled code runs again.
 
-    The state of random numbers is not restored: on shapes alone it does not matter.
+    The random state is not restored, because it does not matter for shapes.
     """
     contexts = _selective_contexts if how.selective else with_function_modes
     for number, block in enumerate(blocks_of(model)):
@@ -72,8 +72,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def with_function_modes(inner: AbstractContextManager[Any] | None = None) -> Contexts:
-    """Contexts of a checkpointed block's forward and of its recomputation: autograd's engine drops modes over functions.
-    `inner`: entered within them."""
+    """Return contexts for a checkpointed block's forward and recomputation, which keep torch function modes on in autograd's
+    engine. `inner`: entered within them."""
     modes = _get_current_function_mode_stack()
 
     @contextmanager

@@ -119,7 +119,7 @@ _COMMANDS = {
     "plan": ("what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG),
     "bench": ("measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."),
 }
-"""Commands: line of the list, description and, if there is one, epilog."""
+"""Commands: line in the list, description, and epilog if there is one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, NativeBuildError) as error:
         return _complain(error, FAILED)
     except RuntimeError as error:
-        import torch  # already loaded: every command needs it, only help does not
+        import torch  # already loaded: only help does not need it
 
         if not isinstance(error, torch.OutOfMemoryError):
             raise
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split `arguments` into ours and the command line of the program that `run` starts, which the parser never sees."""
+    """Split `arguments` into our own and the command line of the program that `run` starts. The parser sees only our own."""
     if arguments[:1] != ["run"]:
         return arguments, []
     module = importlib.import_module("chameleon_mm.tools.run_command")

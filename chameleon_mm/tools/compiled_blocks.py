@@ -1,9 +1,10 @@
-"""Compiled blocks of a step on shapes alone: AOTAutograd's graphs, run as the kernels that Inductor would make of them.
+"""Compiled blocks of a step on shapes only: AOTAutograd's graphs, run as the kernels that Inductor would make.
 
     compile_blocks(model, activation_memory_budget=1.0)      # each repeated block is a compiled region, as by `block.compile()`
 
-AOTAutograd traces a block's forward and backward together and divides them by torch's own min-cut partition. That decides what
-is saved, and so what may move. Equal blocks share one compiled code, as in torch. No kernel of a block is recomputed alone.
+AOTAutograd traces a block's forward and backward together and splits them by torch's own min-cut partition. This determines the
+saved tensors, and so the movable ones. Equal blocks share compiled code, as in torch. No single kernel of a block is
+recomputed.
 
     realized     a node whose result is stored: a reduction, a result for a product, attention or a caller, and an elementwise
                  node that reads much and has several users
@@ -11,8 +12,8 @@ is saved, and so what may move. Equal blocks share one compiled code, as in torc
     kernel       a product or attention alone; or realized nodes over the same elements, which share what they read
 
 The rules and both limits are those of Inductor's lowering (`torch/_inductor/ir.py`, `should_realize_on_reuse`) and scheduler
-(`can_fuse`). A kernel reads each stored input once and writes each result once. Left out: that Inductor reuses memory of dead
-inputs for results, tunes, and fuses elementwise nodes into some products.
+(`can_fuse`). A kernel reads each stored input once and writes each result once. Ignored: Inductor reuses memory of dead inputs
+for results, tunes, and fuses elementwise nodes into some products.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from chameleon_mm.tools.blocks import blocks_of
 def compile_blocks(model: nn.Module, *, activation_memory_budget: float) -> tuple[str, ...]:
     """Compile the blocks of `model` under that setting of torch, for steps on shapes alone. Returns sentences on the figures.
 
-    They belong to this copy of the model, and compute nothing any more.
+    The blocks belong to this copy of the model, and no longer compute.
     """
     codes: dict[Any, Callable[..., Any]] = {}
     blocks = blocks_of(model)
@@ -94,8 +95,8 @@ def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: fl
 
 @contextmanager
 def attention_known() -> Iterator[None]:
-    """Context in which torch's partitioner treats the CPU's fused attention as CUDA's FlashAttention: it knows the FLOPs, and
-    remakes it only if it must. Without that, a small `activation_memory_budget` remakes attention as if it took no time."""
+    """Context in which torch's partitioner treats the CPU's fused attention like CUDA's FlashAttention: it knows the FLOPs, and
+    recomputes it only if necessary. Otherwise a small `activation_memory_budget` recomputes attention as if it took no time."""
     aten = torch.ops.aten
     forward, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
     cpu, cpu_backward = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward"))
@@ -109,7 +110,7 @@ def attention_known() -> Iterator[None]:
 
 
 def _code_key(block: nn.Module) -> tuple[Any, ...]:
-    """Return what the compiled code of `block` depends on besides its inputs: classes and plain attributes."""
+    """Return the facts on which the compiled code of `block` depends besides its inputs: classes and plain attributes."""
     plain = (int, float, bool, str, type(None), torch.dtype)
     return tuple(
         (name, type(module), tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, plain)))
@@ -141,19 +142,19 @@ class Kernel:
     """Nodes of a graph that run as one kernel."""
 
     nodes: list[fx.Node] = field(default_factory=list)
-    """Nodes whose results it stores."""
+    """Nodes whose results the kernel stores."""
     reads: dict[fx.Node, None] = field(default_factory=dict)
-    """Stored values that it reads."""
+    """Stored values that the kernel reads."""
     numel: int = 0
-    """Elements of its loops; for a reduction those that it reads."""
+    """Number of elements of the kernel's loops; for a reduction, elements that it reads."""
     reduced: tuple[int, ...] | None = None
-    """Shape of the results of its reductions over those elements; None: it reduces nothing."""
+    """Shape of the results of reductions over those elements; None: no reduction."""
 
 
 _REDUCTIONS = frozenset({
     "sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "argmin", "max", "min", "std",
 })  # fmt: skip
-"""Reductions that are left after Inductor's decompositions."""
+"""Reductions that remain after Inductor's decompositions."""
 
 _ELEMENTWISE = ELEMENTWISE | {
     "aten::bernoulli", "aten::embedding", "aten::rand", "aten::rand_like", "aten::randn", "prims::convert_element_type",
@@ -189,7 +190,7 @@ def _kind(node: fx.Node) -> str:
 
 
 class Fusion:
-    """Kernels that Inductor's rules make of a graph."""
+    """Kernels of a graph by Inductor's rules."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.kinds = {node: _kind(node) for node in graph.nodes}
@@ -205,7 +206,7 @@ class Fusion:
                 self._place(node, kind)
 
     def base(self, node: fx.Node) -> fx.Node:
-        """The node that computes what `node` is a view of."""
+        """Return the node of whose result `node` is a view."""
         while self.kinds[node] == "view":
             node = node.all_input_nodes[0]
         return node
@@ -263,7 +264,7 @@ class Fusion:
             return False
         reduced = earlier.reduced if earlier.reduced is not None else new.reduced
         same = earlier.numel == new.numel or (reduced is not None and new.reduced is None and new.numel == prod(reduced))
-        # Not if another kernel reads a result of `earlier` and makes something that `new` reads.
+        # Not if another kernel reads a result of `earlier` and makes a value that `new` reads.
         return same and not any(self._depends(read, earlier) for read in new.reads)
 
     def _depends(self, node: fx.Node, kernel: Kernel) -> bool:
@@ -288,7 +289,7 @@ class Fusion:
 
     def in_order(self) -> list[Kernel]:
         """The kernels, each after those whose results it reads."""
-        # Lists, not sets, whose order changes from run to run: the order decides the peak.
+        # Lists, not sets, whose order varies between runs: the order determines the peak.
         needs = {kernel: [self._kernel_of[read] for read in kernel.reads if read in self._kernel_of] for kernel in self.kernels}
         return list(TopologicalSorter(needs).static_order())
 
@@ -300,7 +301,7 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 # --- Regions: the graphs as autograd calls them
 #
-# A fused kernel is an operator of ours, so that all that look at a step see it: recorder, simulated device, fake tensors.
+# A fused kernel is an operator of ours, so that recorder, simulated device and fake tensors see it.
 
 _LIBRARY = torch.library.Library("chameleon_mm", "DEF")  # lives as long as the process, as the operator does
 _LIBRARY.define("fused(Tensor[] reads, int[] numbers, ScalarType[] dtypes) -> Tensor[]")
@@ -341,10 +342,10 @@ class Region:
             self._dies[i].append(node)
 
     _boxed_call = True
-    """Torch's mark: the arguments come in a list, which the callee empties, so that none outlives its last use."""
+    """Mark of torch: arguments are passed in a list, which the callee empties, so that none outlives its last use."""
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run it on `args`. Returns what the graph returns, uninitialised."""
+        """Run the graph on `args`. Returns its results, uninitialised."""
         values: dict[fx.Node, Any] = self._constants | dict(zip(self._inputs, args, strict=True))
         args.clear()
         with compiled_region():
@@ -367,7 +368,7 @@ class Region:
         values.update(zip(kernel.nodes, tree_unflatten(made, nest), strict=True))
 
     def _value(self, value: Any, values: dict[fx.Node, Any]) -> Any:
-        """Value of a stored node, or of a view of one; anything else is itself."""
+        """Return the value of a stored node or of its view; return any other value unchanged."""
         if not isinstance(value, fx.Node) or self.kinds[value] != "view":
             return values[value] if isinstance(value, fx.Node) else value
         args, kwargs = fx.map_arg((value.args, value.kwargs), lambda given: self._value(given, values))

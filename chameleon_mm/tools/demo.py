@@ -1,4 +1,4 @@
-"""The training that the demo runs, in plain PyTorch and on a device of the library, and the comparison of its bits.
+"""Training of the demo, in plain PyTorch and on a device of the library, and the comparison of its bits.
 
 program = Program(config, rows, where)                  # the same lines with and without swapping
 plain = train_plain(config, rows, torch_device)         # every loss and gradient norm, the final weights, the random state
@@ -28,7 +28,7 @@ from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.report.report import SwapReport
 
-# --- The demo's model: a GPT over bytes, small enough to read in one sitting
+# --- Model of the demo: a small GPT over bytes
 
 VOCABULARY = 256
 
@@ -42,7 +42,7 @@ class GPTConfig:
     heads: int
     """Attention heads; each is `width / heads` wide."""
     context: int
-    """Maximum number of bytes that the model looks back on, and length of a training row."""
+    """Context length of the model in bytes, and length of a training row."""
     vocabulary: int = VOCABULARY
     dropout: float = 0.1
     """Share of values dropped after the embedding and after each residual branch, 0 <= dropout < 1."""
@@ -106,7 +106,7 @@ class GPT(nn.Module):
             self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         for parameter in self.parameters():
-            if parameter.dim() > 1:  # torch's default for an embedding is too wide for a head that shares its weight
+            if parameter.dim() > 1:  # torch's default for an embedding is too wide for a head with the same weight
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ Rows = Sequence[tuple[Tensor, Tensor]]
 
 
 def read_text() -> bytes:
-    """Contents of the `*.py` files of Python's standard library, in the order of their names."""
+    """Return the contents of the `*.py` files of Python's standard library, in the order of their names."""
     return b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
 
 
@@ -179,7 +179,7 @@ class Program:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # Kept on the device: reading a value here would make the host wait, which hides the host's cost of swapping.
+        # Kept on the device: reading a value here would make the host wait, which would hide the host's cost of swapping.
         self._values |= {f"loss of step {number + 1}": loss.detach(), f"gradient norm of step {number + 1}": norm}
 
     def values(self) -> dict[str, Tensor]:
@@ -200,7 +200,7 @@ class RunResult:
     step_us: list[float]
     """Time of each step on the compute stream, by device events (simulated time on the simulator)."""
     peak_bytes: int
-    """Peak of device memory, during the steps and before them."""
+    """Peak of device memory, before and during the steps."""
     report: SwapReport | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def train(config: GPTConfig, rows: Rows, device: Device, swap: Mapping[str, Any]
     device's peaks. Raises what the session raises, and `torch.OutOfMemoryError` if the run does not fit.
     """
     stays = swap is not None and swap.get("parameters") == "swap"
-    gc.collect()  # a reference cycle in torch keeps the last run's optimizer and model, which are not this run's memory
+    gc.collect()  # a reference cycle in torch may keep the last run's optimizer and model alive
     device.reset_peaks()
     with reproducible():
         with nullcontext() if stays else device.compute():  # tensors made within it are the device's
@@ -244,7 +244,7 @@ def train(config: GPTConfig, rows: Rows, device: Device, swap: Mapping[str, Any]
                     with nullcontext() if session is None else session.step():
                         program.step(number)
                     marks.append(device.current_stream().record(timed=True))
-                peak_bytes = device.peak_allocated_bytes()  # before the session ends: then all swapped tensors come back
+                peak_bytes = device.peak_allocated_bytes()  # before the session's end, which brings all swapped tensors back
         device.synchronize()
     return RunResult(
         values=program.values(),  # outside compute(): the simulator must not count these copies

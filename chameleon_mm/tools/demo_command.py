@@ -5,7 +5,7 @@
     plain = train_plain(...)                      # the same training without the library: the reference
     table, the session's report, verdicts, JSON
 
-torch is imported when the command runs, not when its arguments are declared: help stays fast.
+torch is imported when the command runs, not when its arguments are declared, so that help is fast.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _train(
 
 
 def show(figures: Mapping[str, Any], report: SwapReport, device: Device, console: Console) -> None:
-    """Print both runs side by side, the session's report, the model's sizes, and the verdicts."""
+    """Print both runs in a table, the session's report, the model's sizes, and the verdicts."""
     table = Table()
     for name in ("", "no swapping", "swapping"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -132,7 +132,7 @@ def show(figures: Mapping[str, Any], report: SwapReport, device: Device, console
 def table_rows(figures: Mapping[str, Any], device: Device) -> list[tuple[str, str, str]]:
     """Rows of the table: label, without swapping, with swapping."""
     one, other = figures["unswapped"], figures["swapped"]
-    # The first step warms up or is recorded, so the median leaves it out.
+    # The first step warms up or is recorded, so the median excludes it.
     one_us, other_us = (format_us(statistics.median(run["step_us"][1:] or run["step_us"])) for run in (one, other))
     budget = f"{format_size(figures['hbm_budget_bytes'])}, {'held' if figures['budget_held'] else 'NOT held'}"
     return [
@@ -146,7 +146,7 @@ def table_rows(figures: Mapping[str, Any], device: Device) -> list[tuple[str, st
 
 
 def verdicts(figures: Mapping[str, Any], device: Device) -> list[str]:
-    """Lines that say whether bits are identical, and whether the budget held."""
+    """Return lines that say whether bits are identical and whether the budget was kept."""
     difference, to_plain = figures["first_difference"], figures["first_difference_to_plain"]
     bits, same = "every loss and gradient norm, final weights, random state", f"same training on {device.torch_device.type}"
     lines = [

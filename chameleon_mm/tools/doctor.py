@@ -1,7 +1,7 @@
-"""Describes this machine: software, GPUs, link, memory limits; names what is missing and the command that mends it.
+"""Describe this machine: software, GPUs, link, memory limits, and missing parts with the command that adds them.
 
     for section, name, check in CHECKS: available, text = find(check)
-    run(json_path, console)     # the same as a table, and as JSON where a path is given
+    run(json_path, console)     # the same as a table, and as JSON if a path is given
 
 A missing part is a row, never a crash.
 """
@@ -32,16 +32,16 @@ from chameleon_mm.units import format_size
 
 # --- The doctor's checks: versions, GPUs and their links, limits on pinned memory, and the link's rates
 #
-# CHECKS: (section, name, check); check(root) returns a text, or raises with the reason and the command that mends it
+# CHECKS: (section, name, check). check(root) returns a text, or raises with the reason and the command that fixes it
 #
-# No package is imported to learn its version: an installed CuPy may fail to import. Memory limits are the container's own.
+# Versions are read without an import, because an installed CuPy may fail to import. Memory limits are the container's.
 
 Check = Callable[[Path], str]
-"""Check of one thing. Its argument is the folder that holds `proc` and `sys`."""
+"""Check of one part of the machine. Its argument is the folder that contains `proc` and `sys`."""
 
 
 class Unavailable(Exception):  # an answer among the doctor's findings, not an error
-    """Raised by a check that found nothing, with the reason and the command that mends it."""
+    """Raised by a check that found nothing, with the reason and the command that fixes it."""
 
 
 def torch_version(root: Path) -> str:
@@ -66,11 +66,11 @@ _WITHOUT = {
     "notes": "14.5 us more for each operator of a step that recomputes (docs/using.md)",
     "loop": "42 us more " + _ON_STAND_IN.format("23.4"),
 }
-"""What the lack of each helper costs."""
+"""Cost of the lack of each helper."""
 
 
 def helpers(root: Path) -> str:
-    """State of each C++ helper that this torch can use, and what the missing ones cost."""
+    """Return the state of each C++ helper that this torch can use, and the cost of missing helpers."""
     found = {name: native.status(name) for name in native.useful()}
     rows = [f"{name}: {text}" + ("" if text == "active" else f"; without it: {_WITHOUT[name]}") for name, text in found.items()]
     if set(found.values()) - {"active"}:
@@ -97,7 +97,7 @@ def gpus(root: Path) -> str:
 
 
 def segments(root: Path) -> str:
-    """Whether torch's caching allocator grows its segments."""
+    """Return a text about expandable segments of torch's caching allocator. Raises `Unavailable` if they are off."""
     if not visible_gpus():
         raise Unavailable("no GPU")
     if not expandable_segments():
@@ -124,7 +124,7 @@ def memlock(root: Path) -> str:
 
 
 def link_rates(root: Path) -> str:
-    """Measure the link and keep its rates: a session's first guess. Raises what `calibrate` raises."""
+    """Measure the link and store its rates, which sessions use first. Raises the errors of `calibrate`."""
     device = present_device()
     rates = calibrate(device)
     kept = "; kept for sessions" if keep(device, "link", rates) else "; not kept"
@@ -150,16 +150,16 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
 
 
 def find(check: Check, root: Path = Path("/")) -> tuple[bool, str]:
-    """Run `check`. Return whether it found something, and its text, or "unavailable: reason", whatever it raised."""
+    """Run `check`. Returns True and its text, or, after any error, False and "unavailable: reason"."""
     try:
         return True, check(root)
-    except Exception as error:  # noqa: BLE001  # a machine may be broken in any way, and the other rows still matter
+    except Exception as error:  # noqa: BLE001  # any error: the other rows still matter
         return False, f"unavailable: {str(error) or type(error).__name__}"
 
 
 def run(json_path: Path | None, console: Console) -> int:
-    """Run all checks, show what they found on `console`, write it as JSON to `json_path` if given. Returns exit code 0, even if
-    parts are missing. Starts CUDA if there is a GPU, and copies for less than a second.
+    """Run all checks, show the results on `console`, and write them as JSON to `json_path` if given. Returns exit code 0, even
+    if parts are missing. Starts CUDA if there is a GPU, and copies for less than a second.
 
     Raises `OSError` if the file cannot be written.
     """

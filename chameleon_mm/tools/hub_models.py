@@ -1,9 +1,9 @@
-"""Models of Hugging Face whose step can be predicted, by their configuration: no weights are read.
+"""Models of Hugging Face whose step can be predicted, by their configuration, without weights.
 
 build = hugging_face("./config.json", batch=2, seq=None, dtype=torch.bfloat16)    # checked; nothing built yet
 
-Built with random weights under fake tensors, which take no memory. Rows are whole and as long as each other. What a row is
-follows from the kind of model, the first in `KINDS` that transformers has for the configuration.
+Models are built with random weights under fake tensors, which take no memory. All rows have the same length, without padding.
+The kind of model determines the row: the first kind in `KINDS` that transformers has for the configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, Workload
 Inputs = dict[str, Tensor]
 
 _MOST_TOKENS = 4096
-"""Maximum default length of a row in tokens: models that can read 128k tokens are not trained on rows of that length."""
+"""Maximum default length of a row in tokens. Models that can read 128k tokens are not trained on such rows."""
 
 _SAMPLES = 160_000
 """Default length of a row of sound: ten seconds at 16 kHz."""
@@ -33,25 +33,25 @@ _SAMPLES = 160_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Kind of model: transformers' class for it, and what a row of its batch is."""
+    """Kind of model: transformers' class for it, and the contents of a row of its batch."""
 
     name: str
     auto: str
     """Name of transformers' class that builds such a model from a configuration."""
     mapping: str
-    """Name of its mapping from configurations to models."""
+    """Name of transformers' mapping from configurations to models of this kind."""
     inputs: Callable[[Any, int, int], Inputs]
-    """Configuration, rows, length of a row -> arguments of forward, labels among them."""
+    """Function of configuration, rows and length of a row to the arguments of forward, including labels."""
     unit: str | None = "tokens"
     """Unit of --seq; None: the configuration has the size of a row."""
     length: Callable[[Any], int | None] = lambda config: getattr(config, "max_position_embeddings", None)
-    """The longest row that the model can read; None: any."""
+    """Function that returns the longest row that the model can read; None: any."""
     most: int = _MOST_TOKENS
     """Maximum default length of a row."""
     is_for: Callable[[Any], bool] = lambda config: True
-    """False for a configuration that the mapping has and that is trained as another kind."""
+    """Function that returns False for a configuration in the mapping that is trained as another kind."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of forward beside its inputs."""
+    """Arguments of forward besides its inputs."""
 
 
 def _ids(rows: int, tokens: int) -> Tensor:
@@ -107,7 +107,7 @@ KINDS = (
         length=lambda config: None, most=_SAMPLES,
     ),
 )  # fmt: skip
-"""Kinds of models, in the order in which they are looked for."""
+"""Kinds of models, in the order of the search."""
 
 
 def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:
@@ -162,7 +162,7 @@ def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, 
 
 
 _DRAWN = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment")
-"""Settings by which a step of training depends on numbers that are drawn, which fake tensors do not have."""
+"""Settings that make a training step depend on drawn numbers, which fake tensors lack."""
 
 
 def _kind(transformers: Any, text: str, config: Any) -> Kind:
@@ -193,7 +193,7 @@ def _with_layers(config: Any, text: str, layers: int) -> Any:
 
 
 def fused_attention(transformers: Any, config: Any) -> str:
-    """Register fused attention without a mask, as whole rows have it, and return its name.
+    """Register fused attention without a mask, for rows without padding, and return its name.
 
     On a GPU, transformers drops a mask that hides nothing. It cannot read the values of fake tensors, so it would keep a mask
     for each layer, as large as a matrix of scores.
@@ -211,7 +211,7 @@ def _config(transformers: Any, text: str) -> Any:
     is_path = Path(text).exists()
     try:
         return transformers.AutoConfig.from_pretrained(text, local_files_only=not is_path and not _answers(text))
-    except Exception as error:  # the hub's client passes on all kinds of network errors, with the same meaning here
+    except Exception as error:  # the hub's client raises many kinds of network errors, with one meaning here
         if is_path:
             expected, way_out = "a configuration that transformers can read", "is it a config.json, or a folder with one?"
             reason = said_by(error)
@@ -225,12 +225,12 @@ def _config(transformers: Any, text: str) -> Any:
 
 @cache
 def _answers(name: str) -> bool:
-    """True if the hub answers one request for this name's configuration, be it with an error.
+    """True if the hub answers one request for the configuration of `name`, even with an error.
 
-    Otherwise transformers would ask six times, for half a minute. Without the network it finds earlier downloads.
+    Otherwise transformers would try six times, for half a minute. Offline it finds earlier downloads.
     """
     hub: Any = importlib.import_module("huggingface_hub")
-    with suppress(Exception):  # all kinds of network errors, with the same meaning here
+    with suppress(Exception):  # many kinds of network errors, with one meaning here
         with suppress(hub.errors.HfHubHTTPError, hub.errors.HFValidationError):  # which transformers explains
             hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"))
         return True

@@ -3,7 +3,7 @@
     model = IMAGE_MODELS["vit-l16"].model()
     loss = model.loss(*IMAGE_MODELS["vit-l16"].batch(rows))
 
-Only shapes count. Sizes, and what autograd saves, are those of the published models.
+Only shapes count. Sizes and saved tensors are those of the published models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ImageShape:
     """A stack of equal layers on patches of a square image. For a ResNet `layers` is None: its stages are fixed."""
 
     about: str
-    """Size of one row of the batch, for people."""
+    """Size of one row of the batch, as text."""
     layers: int | None
     width: int
     heads: int
@@ -138,7 +138,7 @@ class DiT(ImageModel):
         return predicted
 
     def loss(self, images: Tensor, classes: Tensor) -> Tensor:
-        """Mean square error of all that is predicted, a float32 scalar; the published one also weighs the variance."""
+        """Return the mean square error of all predictions, a float32 scalar. The published loss also weighs the variance."""
         predicted = self(images, classes, classes)  # classes in place of times: int64 [rows], too
         return F.mse_loss(predicted.float(), torch.zeros_like(predicted).float())
 

@@ -1,4 +1,4 @@
-"""Searches for the largest batch, row or number of layers that fits a GPU and a host. Sizes are tried on shapes alone.
+"""Search for the largest batch, row or number of layers that fits a GPU and a host. Sizes are tried on shapes only.
 
     answer = largest("batch", request_of)            # request_of(8): the request with a batch of 8
     answer.size, answer.next.bound                   # 37, Bound.DEVICE: 38 takes more than the device's budget
@@ -36,29 +36,29 @@ from chameleon_mm.units import format_size, format_us
 SIZES = ("batch", "seq", "layers")
 
 SEQ_STEP = 64
-"""Tokens by which rows grow: kernels work on multiples of it."""
+"""Number of tokens by which rows grow, because kernels work on multiples of it."""
 
 MOST = 1 << 20
-"""Largest size that is tried, in steps (of 1 or `SEQ_STEP`): the memory of some models does not grow with their size."""
+"""Largest size to try, in units of 1 or `SEQ_STEP`. The memory of some models does not grow with their size."""
 
 _FARTHEST = 64
 """Times by which a size grows at most from one that fits."""
 
 _STEPS = 2
-"""Steps that a session runs at an answer: the first by the default rule, the second by a plan."""
+"""Number of steps that a session runs at an answer: the first by the default rule, the second by a plan."""
 
 _SMALLER = (0.02, 0.05, 0.1)
-"""Shares by which a size shrinks, in turn, while a session's first steps exceed the budget: the default rule takes a few
-percent more than the arithmetic says."""
+"""Shares by which a size is reduced, in turn, while a session's first steps exceed the budget. The default rule takes a few
+percent more memory than the arithmetic."""
 
 
 class Bound(enum.StrEnum):
-    """Limit that keeps a size from being larger."""
+    """Limit that excludes larger sizes."""
 
     DEVICE = "device"
     HOST = "host"
     MODEL = "the model itself"
-    """The model itself: it is built for no larger size, such as the length of a table of positions."""
+    """The model itself: it cannot be built larger, for example because of a table of positions."""
     NOTHING = "nothing that was looked at"
 
 
@@ -70,13 +70,13 @@ class Tried:
     bound: Bound | None
     """Limit that the size exceeds; None: it fits."""
     device_bytes: int = 0
-    """Least device memory for which there is a plan, without the window of swapped parameters."""
+    """Minimum device memory for which there is a plan, without the window of swapped parameters."""
     device_left_bytes: int = 0
-    """Bytes of the budget available for `device_bytes`: without the window."""
+    """Bytes of the budget that are available for `device_bytes`, without the window."""
     host_bytes: int = 0
-    """Least pinned memory that the size takes."""
+    """Minimum pinned memory for the size."""
     said: str = ""
-    """Error message of the model or the session that rejects this size; empty: none does."""
+    """Error message of the model or the session that rejects this size; empty if neither does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Largest:
     size: int | None
     """Largest size that fits; None: not even the smallest does."""
     next: Tried
-    """Size that does not fit, and why; `Bound.NOTHING`: no such size was found."""
+    """Size that does not fit, with the reason; `Bound.NOTHING`: no such size was found."""
     hbm_budget_bytes: int
     host_budget_bytes: int | None
     run: SessionRun | None = None
@@ -207,7 +207,7 @@ def _try(request_of: Callable[[int], RunRequest], recompute: Collection[str], si
 
 
 def say(found: Largest) -> list[str]:
-    """Lines that state the size found, and the limit that keeps it from being larger."""
+    """Return lines about the found size, and the limit that excludes larger sizes."""
     host = "" if found.host_budget_bytes is None else f" and {format_size(found.host_budget_bytes)} of pinned host memory"
     within = f"within {format_size(found.hbm_budget_bytes)} of device memory{host}"
     over = found.next

@@ -1,8 +1,8 @@
-"""Program that runs as `__main__` in this process, as `python script.py` or `python -m module` would run it.
+"""Program that runs as `__main__` in this process, like `python script.py` or `python -m module`.
 
 program = Program("train.py", ("--epochs", "3"))
-program.check()                    # ValueError if the script is no file
-ending = program.run()             # Ending(exit_code=0, error=None); an error is on stderr already
+program.check()                    # ValueError if the script is not a file
+ending = program.run()             # Ending(exit_code=0, error=None); an error is already printed
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A script, or a module by its name, with its arguments."""
+    """Script, or module by its name, with its arguments."""
 
     name: str
     """Path of the script, or name of the module."""
@@ -86,13 +86,13 @@ class Program:
 
 
 def _main(**names: object) -> types.ModuleType:
-    """Make the module that is `__main__` until the process ends: exit handlers, threads and pickles look there."""
+    """Make the module `__main__`, which stays until the process ends, because exit handlers, threads and pickles use it."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, **names)
     if sys.version_info < (3, 14):
         main.__dict__.update(__annotations__={})
     sys.modules["__main__"] = main
-    if "__mp_main__" in sys.modules:  # multiprocessing's second name of it, under which spawned workers pickle objects
+    if "__mp_main__" in sys.modules:  # multiprocessing's second name, under which spawned workers pickle objects
         sys.modules["__mp_main__"] = main
     return main
 

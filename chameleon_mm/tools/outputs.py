@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_outputs(files: Mapping[str, Path | None], *, make_folders: bool = False) -> None:
-    """Raise `ValueError` if one of `files` cannot be written. Each key is the option that names the file; None: not asked for.
+    """Raise `ValueError` if one of `files` cannot be written. A key is the option that names the file; None: no file.
 
     `make_folders`: the writer of the file makes missing folders.
     """
@@ -65,7 +65,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:
-    """Print `text` as it is, but `printable`: it has no markup, and only the terminal breaks lines."""
+    """Print `text` made `printable`, without markup. Only the terminal breaks lines."""
     console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 

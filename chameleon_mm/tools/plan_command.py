@@ -1,6 +1,6 @@
 """`chameleon-mm plan`: checked arguments in, a step under fake tensors, tables, a file and an exit code out.
 
-step = record(request)                        # seconds, whatever the model's size
+step = record(request)                        # takes seconds, for any model size
 prediction = predict(step, ...)               # a fraction of a second; or, if more than activations are swapped,
                                               # predict_session(request): its first steps; or largest(...): a search
 tables, JSON; 0: there is a plan, 1: there is none within the budgets
@@ -97,7 +97,7 @@ def _predict(args: argparse.Namespace, request: RunRequest, recompute: Collectio
 
 
 def _bar(console: Console) -> Progress:
-    """Bar of what is done, with the time so far, on a terminal alone. It is gone at the end."""
+    """Return a progress bar with the elapsed time, only on a terminal. It disappears at the end."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
 
@@ -156,6 +156,6 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
             f"the path, or name a built-in model or module:function"
         )
     likely = like_built_in(text, cutoff=0.8)
-    if likely and not Path(text).exists():  # a typo, for which no network is needed
+    if likely and not Path(text).exists():  # a typo, found without the network
         raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely}?")
     return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype, layers=layers)

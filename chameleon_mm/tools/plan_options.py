@@ -1,4 +1,4 @@
-"""Options of `chameleon-mm plan`, and all checks of them that need no torch: bad usage costs a moment.
+"""Options of `chameleon-mm plan`, and all checks of them that need no torch, so that bad usage fails fast.
 
 add_arguments(parser)
 check(args)                        # ValueError; sizes are numbers afterwards
@@ -34,7 +34,7 @@ MODELS = (
 """Keys of `workload.BUILT_IN`."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""Keys of `step_on_shapes.DTYPES`; the first two are those of its AUTOCAST."""
+"""Keys of `step_on_shapes.DTYPES`. The first two are the keys of its AUTOCAST."""
 
 OPTIMIZERS = {
     "adamw": "torch's AdamW as it runs by default on CUDA, which makes temporaries as large as the parameters",
@@ -123,8 +123,8 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
 
 @contextmanager
 def _collected_rarely() -> Iterator[None]:
-    """Let Python look for cycles of garbage after 100,000 new objects, and not after 700: imports, and the step that is
-    recorded, make many that stay, and the search took a tenth of a prediction's time."""
+    """Context in which Python's garbage collector runs after 100,000 new objects instead of 700. Imports and the recorded step
+    make many lasting objects, and the collector took a tenth of a prediction's time."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, *before[1:])
     try:
@@ -174,7 +174,7 @@ def _host_budget(args: argparse.Namespace) -> int | None:
 
 
 def spec_of(args: argparse.Namespace) -> GpuSpec:
-    """Datasheet of --gpu. Raises `ValueError` and `OSError`."""
+    """Return the datasheet of --gpu. Raises `ValueError` and `OSError`."""
     return spec_from_file(Path(args.gpu)) if args.gpu.endswith(".json") else spec_by_name(args.gpu)
 
 

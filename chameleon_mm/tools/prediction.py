@@ -1,14 +1,14 @@
-"""Predicts a step's time and memory within a budget, for each way of fitting it, by arithmetic over its trace.
+"""Predict a step's time and memory within a budget, for each way to fit it, by arithmetic over its trace.
 
 prediction = predict(step, spec, hbm_budget, host_budget, recompute)
 prediction.ways             no swapping, the plan, swap only, swap everything, full recomputation: peak, stall, step time
-prediction.infeasible       reason why no plan keeps within the budget; None: one does
-prediction.needs            device memory by class of storages: the most, and at the peak
+prediction.infeasible       reason why no plan keeps the budget; None: a plan does
+prediction.needs            device memory by class of storages: the maximum, and at the peak
 peak_phase(trace, peak)     forward, backward or optimizer
 smallest_within(trace, ...) the smallest budget for which there is a plan, at any cost in time
 hidden_budget(trace, ...)   the smallest budget whose plan hides nearly all copies
 
-A budget that is found is rounded up to a value that `format_size_up` prints exactly, and tried there: a slightly larger budget
+A found budget is rounded up to a value that `format_size_up` prints exactly, and tried again, because a slightly larger budget
 may have a worse plan.
 """
 
@@ -82,13 +82,13 @@ def smallest_within(
 def _plan_within(
     trace: Trace, hbm_budget: int, host_budget: int | None, cost: LinkCost, recompute: Collection[str] = ()
 ) -> SwapPlan:
-    """Make a plan as a session does: it counts on a part of the link, and its times are those on the whole link."""
+    """Make a plan as a session does: the choice assumes a share of the link's rates; the plan's times use the whole link."""
     return generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute, counted_on=COUNTED_ON)
 
 
 def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: LinkCost) -> int:
-    """Find the smallest budget whose plan slows the step by at most `HIDDEN_WITHIN`, on the part of the link that plans count
-    on. It is at most `peak_bytes`, the unswapped peak of `trace`."""
+    """Return the smallest budget whose plan slows the step by at most `HIDDEN_WITHIN`, with the share of the link's rates that
+    plans assume. It is at most `peak_bytes`, the peak of `trace` without swaps."""
     slower = cost.slowed(COUNTED_ON)
 
     def plan_for(budget: int) -> SwapPlan:
@@ -98,7 +98,7 @@ def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: 
 
 
 def _printable(budget: int) -> int:
-    """Round `budget` up to the value that its printed text stands for."""
+    """Return `budget` rounded up to the value of its printed text."""
     return parse_size(format_size_up(budget))
 
 
@@ -130,7 +130,7 @@ def needs_of(trace: Trace, peak: Peak) -> tuple[MemoryNeed, ...]:
 
 
 def peak_phase(trace: Trace, peak: Peak) -> StepPhase:
-    """Phase of the operator at the peak, or of the last one before it."""
+    """Return the phase of the operator at the peak, or of the last operator before it."""
     op = int(np.searchsorted(trace.op_tick, peak.tick, side="right")) - 1
     return StepPhase(int(trace.op_phase[max(op, 0)])) if len(trace.op_phase) else StepPhase.FORWARD
 
@@ -160,7 +160,7 @@ class StepNeeds:
     needs: tuple[MemoryNeed, ...] = field(init=False)
     peak: Peak = field(init=False)
     phase: StepPhase = field(init=False)
-    """Phase of the step in which the peak is."""
+    """Phase of the step with the peak."""
 
     def __post_init__(self) -> None:
         self.peak = peak_memory(self.step.trace)
@@ -214,10 +214,10 @@ class Prediction(StepNeeds):
     least_bytes: int
     """Bytes that remain at the peak with every candidate swapped out, even if the host has no room for them."""
     infeasible: str | None
-    """Reason why no plan keeps within the budgets; None: one does."""
+    """Reason why no plan keeps the budgets; None: a plan does."""
     plan: SwapPlan | None
     planning_ms: float | None
-    """Time that making `plan` took on this machine: the only measured figure here."""
+    """Time for making `plan` on this machine, the only measured figure here."""
     partitions: tuple[Partition, ...] = ()
     """Partitions of compiled blocks that were tried; empty: all runs eagerly."""
     ideal_us: float | None
@@ -319,12 +319,12 @@ def predict(
 
 
 PARTITIONS = tuple(share / 10 for share in range(10, -1, -1))
-"""Values of torch's `activation_memory_budget` that are tried: the share of what it saves by itself that may be saved."""
+"""Values of torch's `activation_memory_budget` to try: shares of the bytes that torch saves by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Step whose compiled blocks save what torch's `activation_memory_budget` leaves."""
+    """Step whose compiled blocks are partitioned under one `activation_memory_budget` of torch."""
 
     activation_memory_budget: float
     peak_bytes: int
@@ -344,9 +344,9 @@ def predict_compiled(
 ) -> Prediction:
     """Predict the step of a model with compiled blocks, with the partition whose plan takes least time, as `predict` does.
 
-    recorded: one for each of `PARTITIONS`, in order. All ways but the plan are those of torch's partition. A plan counts on a
-    part of the link, as all plans do; the partition is the one whose plan takes least time on the whole link, since a partition
-    that saves less costs its time in every step, however fast the link is.
+    recorded: a step for each of `PARTITIONS`, in order. All ways except the plan are those of torch's default partition. A plan
+    assumes a share of the link's rates, as all plans do. The partition is the one whose plan is fastest on the whole link,
+    because a partition that saves less costs time in every step, even on a fast link.
     """
     cost, steps, partitions = link_of(spec), list[RecordedStep](), list[Partition]()
     for step in recorded:
@@ -354,7 +354,7 @@ def predict_compiled(
         partitions.append(_partition(step, hbm_budget, host_budget, cost, recompute))
     own = steps[0].trace
     planned = [i for i, one in enumerate(partitions) if one.planned_us is not None]
-    best = min(planned, key=lambda i: partitions[i].planned_us or 0.0, default=len(steps) - 1)  # the last one saves least
+    best = min(planned, key=lambda i: partitions[i].planned_us or 0.0, default=len(steps) - 1)  # the last partition saves least
     prediction = predict(steps[best], spec, hbm_budget, host_budget, recompute)
     ways = [Way(name="no swapping", peak_bytes=partitions[0].peak_bytes, step_us=own.duration_us)]
     if prediction.plan is not None:
@@ -401,9 +401,9 @@ def _ways(
 def with_checkpointing(
     prediction: Prediction, how: Checkpointing | None, recorded: Callable[[Checkpointing], RecordedStep]
 ) -> Prediction:
-    """Put a recorded way in place of the estimated one: the same step with torch's checkpointing of its blocks.
+    """Replace the estimated full recomputation by a recorded way: the same step with torch's checkpointing of its blocks.
 
-    how: None: as few of the blocks as keep within the budget, or all. recorded: records the step.
+    how: None: as few blocks as the budget needs, or all. recorded: function that records the step.
     """
 
     def within(some: Checkpointing) -> bool:
@@ -476,7 +476,7 @@ def verdicts(prediction: Prediction) -> list[str]:
     if (share := prediction.step.activation_memory_budget) is not None:
         lines.append(f"the plan is for torch._functorch.config.activation_memory_budget = {share:g}, set before blocks compile")
     if prediction.can_be_lowered:
-        # Rounded up: each of these texts may be given back as --hbm-budget.
+        # Rounded up, because users may pass each of these texts as --hbm-budget.
         smallest, hidden = (
             format_size_up(nbytes) for nbytes in (prediction.smallest_budget_bytes, prediction.hidden_budget_bytes)
         )
@@ -544,7 +544,7 @@ def rooflines(spec: GpuSpec, *, host: str = "") -> list[str]:
 
 
 def _table_of_ways(prediction: Prediction) -> Table:
-    """Table with a column for each way: as rows, the ways would be wider than 80 characters."""
+    """Return a table with a column for each way. Rows would be wider than 80 characters."""
     budget, unswapped = prediction.hbm_budget_bytes, prediction.ways[0]
     rows: list[tuple[str, Callable[[Way], str]]] = [
         ("peak", lambda way: format_size(way.peak_bytes)),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from chameleon_mm.report.report import SwapReport
     from chameleon_mm.tools.training_watch import TrainingWatch
 
-# --- Rank of this process among those that a launcher started: it names the rank's files, and decides which rank prints
+# --- Rank of this process among those of a launcher. It is part of file names, and decides which rank prints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class LaunchedRank:
 
     @classmethod
     def started_by_launcher(cls) -> LaunchedRank:
-        """Read torchrun's variables, which other launchers set, too. Without them this process is the only rank."""
+        """Read torchrun's variables, which other launchers set too. Without them, this process is the only rank."""
         environ = os.environ  # noqa: TID251  # launchers pass ranks in environment variables only
         try:
             return cls(rank=int(environ["RANK"]), count=int(environ["WORLD_SIZE"]))
@@ -50,11 +50,11 @@ class LaunchedRank:
             return cls()
 
     def own(self, path: Path) -> Path:
-        """Name of this rank's file: `report.rank1.json`, if there are several ranks."""
+        """Return the name of this rank's file: `report.rank1.json` if there are several ranks."""
         return path if self.count == 1 else path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
 
 
-# --- End of a run: leave the session, then write and print its report, once. Of several ranks the first prints
+# --- End of a run: exit the session, then write and print its report, once. Only the first rank prints
 
 _SHOWN = frozenset(
     {
@@ -63,26 +63,26 @@ _SHOWN = frozenset(
         "pins",
     }
 )  # fmt: skip
-"""Labels of the report that are printed at the end; its files have all of them."""
+"""Labels of the report that are printed at the end. Its files have all labels."""
 
 
 class End:
-    """Leaves the session of a run, then writes and prints its report."""
+    """End of a run: exits the session, then writes and prints its report."""
 
     def __init__(self, watch: TrainingWatch, files: Mapping[str, Path], console: Console, ranks: LaunchedRank) -> None:
         self._watch = watch
         self._files = files
         self._written: list[Path] = []
-        """Files that the report was written to."""
+        """Files with the report."""
         self._console = console
         self._ranks = ranks
         self._told = False
         self.ending = Ending(exit_code=0, error=None)
         self.exit_code = 0
-        """1 if the session itself failed, or writing a file of its report."""
+        """1 if the session itself failed, or a file of its report could not be written."""
 
     def tell(self) -> None:
-        """Leave the session and print its report. Does nothing the second time, nor in a forked child."""
+        """Exit the session and print its report. Does nothing at a second call, or in a forked child."""
         if self._told or self._watch.in_forked_child:
             return
         self._told = True
@@ -149,7 +149,7 @@ class End:
 
 
 _COMPILED_UNDER_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-"""Torch's warning at each call of a compiled module while the watch's hook is on. That hook only looks: see Note [Watch]."""
+"""Warning of torch at each call of a compiled module while the watch's hook is on. The hook changes nothing: Note [Watch]."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +203,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     files = {option: ranks.own(path) for option, path in given.items() if path is not None}
     check_outputs(files)
     make_session = _session_maker(args, told=ranks.rank == 0)
-    from chameleon_mm.tools.training_watch import TrainingWatch  # torch, which bad usage does not wait for
+    from chameleon_mm.tools.training_watch import TrainingWatch  # imports torch, which bad usage does not need
 
     watch = TrainingWatch(make_session)
     end = End(watch, files, Console(stderr=True), ranks)
@@ -212,7 +212,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     atexit.register(end.tell)  # runs after the program's own exit handlers
     ending = program.run()
     end.ending = ending
-    with contextlib.suppress(OSError, ValueError):  # Python reports the error once more as it exits
+    with contextlib.suppress(OSError, ValueError):  # Python reports the error again at its exit
         sys.stdout.flush()
     if watch.may_finish:
         end.tell()
@@ -234,7 +234,7 @@ def _program(line: Sequence[str]) -> Program:
 
 def _session_maker(args: argparse.Namespace, *, told: bool) -> Callable[[Any, str | None], SwapSession]:
     """Return the function that makes the session. `told`: this rank prints its steps. Raises `ValueError` for options that are
-    known to be invalid before there is a session."""
+    invalid in any session."""
     sizes = {name: getattr(args, name) for name in ("hbm_budget", "host_budget", "min_bytes")}
     for name, size in sizes.items():
         if size not in (None, AUTO):
@@ -242,13 +242,13 @@ def _session_maker(args: argparse.Namespace, *, told: bool) -> Callable[[Any, st
     if args.device is not None and not args.device.startswith("cuda"):
         from chameleon_mm.device import resolve_device
 
-        resolve_device(args.device)  # a GPU is not asked: that starts CUDA, and forked workers could not use it
+        resolve_device(args.device)  # without a query of a GPU: it would start CUDA, and forked workers could not use it
     options: dict[str, Any] = {**sizes, "verify": args.verify, "plans": not args.no_plans, "recompute": not args.no_recompute}
     options |= {"keep": args.keep, "never_recompute": args.never_recompute}
     if args.progress and told:
         options["progress"] = True
 
-    from chameleon_mm.api.session import SwapSession  # before the program, whose folder will be the first of sys.path
+    from chameleon_mm.api.session import SwapSession  # before the program, whose folder will be first in sys.path
 
     def make(model: Any, device: str | None) -> SwapSession:
         return SwapSession(device=args.device or device, model=model, **options)

@@ -1,12 +1,12 @@
-"""Predicts a session's first steps on an absent GPU, by running them on shapes alone.
+"""Predict a session's first steps on an absent GPU, by running them on shapes only.
 
     run = run_session(RunRequest(build=build, spec=spec, swapped=Swapped(optimizer=True, parameters=True), ...))
-    run.steps[0], run.steps[-1]        the first step, by the default rule, and one that follows a plan: time and peak
+    run.steps[0], run.steps[-1]        time and peak of the first step, by the default rule, and of a planned step
     run.refused                        reason why the session does not run; None: it runs
 
-The session, its executor and its planner are the library's own, on the simulated device; `NoArithmetic` replaces the operators.
-The prediction therefore equals the same steps computed on the simulated device: the same copies at the same times. The model
-starts as a user's does: on the host if its parameters are swapped, else on the device. Its optimizer has no state yet.
+Session, executor and planner are the library's own, on the simulated device; `NoArithmetic` replaces the operators. So the
+prediction equals the same steps computed on the simulated device: the same copies at the same times. The model starts like a
+user's: on the host if its parameters are swapped, else on the device. Its optimizer has no state yet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from chameleon_mm.tools.step_on_shapes import RecordedStep, StepRequest, Trainin
 from chameleon_mm.units import allocated_size, format_size, format_us
 
 RUN_STEPS = 4
-"""Number of steps that are run: one recorded, two in which plans may be on trial, and one like all later steps."""
+"""Number of steps to run: one recorded, two in which plans may be on trial, and one like all later steps."""
 
 ANY_HOST_BYTES = 1 << 46
 """Host budget if none is given: more pinned memory than any step takes."""
@@ -65,7 +65,7 @@ class Swapped:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
     step_us: float
-    """Time on the compute stream, from the end of the step before."""
+    """Time on the compute stream, from the end of the previous step."""
     peak_bytes: int
 
 
@@ -74,12 +74,12 @@ class SessionRun:
     swapped: Swapped
     hbm_budget_bytes: int
     steps: tuple[StepRun, ...] = ()
-    """The steps that were run; empty if `refused` gives a reason."""
+    """Steps that were run; empty if `refused` gives a reason."""
     host_bytes: int = 0
     stall_us: float = 0.0
     """Time that compute waited for copies, in one more step."""
     plans: int = 0
-    """Number of plans that were made; 0: none keeps within the budget, or there is nothing to plan."""
+    """Number of plans made; 0: no plan keeps the budget, or there is nothing to plan."""
     refused: str | None = None
     """Reason why the session does not run at all; None: it runs."""
 
@@ -90,7 +90,7 @@ class SessionRun:
 
     @property
     def holds_later(self) -> bool:
-        """True if every step after the first keeps within the budget: nothing is known of the first before it runs."""
+        """True if every step after the first keeps the budget. The first step has no forecast."""
         return self.refused is None and all(step.peak_bytes <= self.hbm_budget_bytes for step in self.steps[1:])
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class RunRequest(StepRequest):
     host_budget_bytes: int | None
     """Bytes of pinned memory; None: any."""
     shards: Shards | None = None
-    """Ranks that parameters, gradients and optimizer state are sharded over; None: one rank has all of them."""
+    """Ranks over which parameters, gradients and optimizer state are sharded; None: one rank has everything."""
     local_ranks: int = 1
-    """Ranks that share the link, of which `spec` has one's part, and host memory."""
+    """Number of ranks that share the link and host memory. `spec` has one rank's part of the link."""
 
 
 def run_session(request: RunRequest, *, steps: Iterable[Any] = range(RUN_STEPS), counted: bool = True) -> SessionRun:
@@ -161,7 +161,7 @@ def _run(request: RunRequest, device: SimDevice, step: TrainingStep, steps: Iter
         if counted:
             before_us = session.report().stall_us or 0.0
             run_step()
-            device.synchronize()  # waits are counted when they are over
+            device.synchronize()  # waits are counted after they have ended
             stall_us = (session.report().stall_us or 0.0) - before_us
     return SessionRun(
         swapped=request.swapped,
@@ -190,15 +190,15 @@ def _quiet() -> Iterator[None]:
 
 # --- Memory of a step, without the window of parameters and the optimizer's state on the host, by arithmetic over its trace
 #
-# parameters, gradients, state >= MIN_BYTES -> left out; a gradient counts only from its product to its accumulation
-# each operator of the optimizer            -> holds three buckets of state: one arrives, one is stepped, one leaves
+# parameters, gradients, state >= MIN_BYTES -> excluded; a gradient counts only from its product to its accumulation
+# each operator of the optimizer            -> holds three buckets of state: copied back, stepped, copied out
 # budget                                    -> reduced by the window, which grows with the budget
 
 _NO_LIMIT = 1 << 62
 
 
 def beside(step: RecordedStep, swapped: Swapped) -> Trace:
-    """Trace of `step` without the storages on the host or in the window. Times are those of the whole step."""
+    """Return the trace of `step` without storages on the host or in the window. Times are those of the whole step."""
     trace = step.trace
     size = allocated_size(trace.tensor_bytes)
     large, kind = trace.tensor_bytes >= MIN_BYTES, trace.tensor_kind
@@ -225,7 +225,7 @@ def beside(step: RecordedStep, swapped: Swapped) -> Trace:
 
 
 def left_beside_window(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
-    """Bytes of a budget without its window; below 0 if the window does not fit."""
+    """Return the bytes of a budget without its window; below 0 if the window does not fit."""
     if not swapped.parameters:
         return hbm_budget
     try:
@@ -235,11 +235,11 @@ def left_beside_window(step: RecordedStep, swapped: Swapped, hbm_budget: int) ->
 
 
 def host_bytes_beside(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
-    """Maximum bytes of pinned memory for the parameters, gradients and state that leave the device."""
+    """Return the maximum bytes of pinned memory for swapped parameters, gradients and state."""
     trace = step.trace
     kinds = [TensorKind.OPTIMIZER] * swapped.optimizer + [TensorKind.PARAMETER] * swapped.parameters
     if swapped.parameters and hbm_budget - left_beside_window(step, swapped, hbm_budget) < step.window(_NO_LIMIT):
-        kinds.append(TensorKind.GRADIENT)  # if all fit the window together, gradients stay there
+        kinds.append(TensorKind.GRADIENT)  # if everything fits the window, gradients stay there
     leaves = np.isin(trace.tensor_kind, kinds) & (trace.tensor_bytes >= MIN_BYTES)
     return int(trace.tensor_bytes[leaves].sum())
 
@@ -255,7 +255,7 @@ class SessionPrediction(StepNeeds):
 
     swapped: Swapped
     window_bytes: int
-    """Bytes of the budget that are set aside for parameters and gradients; 0: none are, or they do not fit."""
+    """Bytes of the budget that are reserved for parameters and gradients; 0: none, or they do not fit."""
     host_bytes_beside: int
     """Pinned memory of parameters, gradients and state."""
     run: SessionRun
@@ -293,7 +293,7 @@ def predict_session(request: RunRequest, steps: Iterable[Any] = range(RUN_STEPS)
         hbm_budget_bytes=request.hbm_budget_bytes,
         host_budget_bytes=request.host_budget_bytes,
         swapped=request.swapped,
-        window_bytes=request.hbm_budget_bytes - left if left >= 0 else 0,  # else the run says that there is no room
+        window_bytes=request.hbm_budget_bytes - left if left >= 0 else 0,  # otherwise the run reports that there is no room
         host_bytes_beside=host_bytes_beside(step, request.swapped, request.hbm_budget_bytes),
         run=run_session(request, steps=steps),
     )

@@ -1,10 +1,10 @@
-"""Operators on shapes alone: the ones that a GPU would run, without computing anything.
+"""Operators on shapes only: the operators that a GPU would run, without computing.
 
     with NoArithmetic():                    # entered first, because the last mode entered runs first
         with device.compute(): ...          # SimDevice(..., moves_bytes=False) counts, prices and orders as usual
 
     view, or few bytes in all    -> runs: views touch no memory, and an optimizer divides by its step count
-    all else                     -> shapes under fake tensors, once for each kind of call; results are new tensors of that shape
+    all else                     -> shapes under fake tensors, once per kind of call; results are new tensors of that shape
 
 Tensors are ordinary ones, with storages and addresses: swapping treats them like computed tensors. Their memory is only
 reserved: the operating system provides a page when something first touches it.
@@ -156,7 +156,7 @@ def _wide(value: Any) -> Any:
 # --- no arithmetic
 
 COMPUTED_BYTES = 4 * KIB
-"""Maximum bytes of an operator's inputs and results together for it to be computed: counts and norms have no more."""
+"""Maximum total bytes of inputs and results of operators that are computed. Counts and norms have no more."""
 
 
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -168,7 +168,7 @@ class _New(NamedTuple):
     dtype: torch.dtype
 
     def on(self, device: str) -> Tensor:
-        """Make it: a tensor with a storage of its own."""
+        """Return a new tensor with its own storage."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
@@ -178,18 +178,18 @@ class _Given(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """Outcome of a kind of call: `results`, nested as `nest` says; None: the operator has to run."""
+    """Outcome of a kind of call: `results`, nested by `nest`; None: the operator must run."""
 
     results: tuple[Any, ...] | None
     nest: Any = None
 
     @classmethod
     def of(cls, results: Sequence[Any], nest: Any, places: dict[int, int]) -> _Outcome:
-        """Outcome of a call that returned `results`. `places`: of its arguments, by their ids."""
+        """Return the outcome of a call that returned `results`. `places`: indexes of its arguments, by id."""
         return cls(tuple(_result(one, places) for one in results), nest)
 
     def made(self, make: Callable[[_New], Tensor], args: Any, kwargs: Any) -> Any:
-        """Return what such a call with these arguments returns. `make` makes its new tensors."""
+        """Return the results of such a call with these arguments. `make` makes new tensors."""
         assert self.results is not None
         given = tree_flatten((args, kwargs))[0] if any(isinstance(one, _Given) for one in self.results) else ()
         made = [
@@ -202,13 +202,13 @@ _RUNS = _Outcome(None)
 
 
 class ValuesReadAsZero(TorchDispatchMode):
-    """While active, reading a fake tensor's value gives 0: `trunc_normal_` looks at what it drew, drop-path rates are read from
-    a `linspace`."""
+    """Mode in which reading a fake tensor's value gives 0. `trunc_normal_` reads what it drew, and drop-path rates are read
+    from a `linspace`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self.notes: tuple[str, ...] = ()
-        """A note if a number was read."""
+        """Note if a number was read; else empty."""
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -252,7 +252,7 @@ class NoArithmetic(TorchDispatchMode):
         return func(*args, **kwargs) if outcome.results is None else outcome.made(_reserved, args, kwargs)
 
     def _find(self, func: Any, args: Any, kwargs: Any) -> _Outcome:
-        """Find the outcome of such a call. Raises what fake tensors raise if it depends on values, which are missing."""
+        """Return the outcome of such a call. Raises the errors of fake tensors if it depends on values, which are missing."""
         flat = tree_flatten((args, kwargs))[0]
         if any(isinstance(value, torch.UntypedStorage) for value in flat):
             return _RUNS
@@ -315,8 +315,8 @@ _CPU = torch.device("cpu")
 class _NoTensorMemo(FakeTensorConverter):
     """Keeps no weak reference to results of operators: `Module.to` refuses a parameter that has one.
 
-    Such references find the fake tensor of a result again, but no operator returns the same result twice. The converter below
-    this one still remembers real tensors from outside.
+    Such references would find the fake tensor of a result again, but no operator returns the same result twice. The base class
+    still remembers real tensors from outside.
     """
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
@@ -330,8 +330,8 @@ class _Unlike(Exception):
 class ShapesAlone(FakeTensorMode):
     """Mode in which all tensors are fake, including those from outside it.
 
-    Torch finds a call's results in a quarter of a millisecond. So a call of a kind that came before gets new tensors like that
-    one's, without asking, and of a view only the kernel is asked.
+    Torch needs 0.25 ms to find a call's results. So a repeated kind of call gets new tensors like the first one's, without
+    torch. For a view, only the kernel is called.
     """
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ class ShapesAlone(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # autograd's question, more often than there are operators
+        if func is torch.ops.prim.device.default:  # autograd's query, more frequent than operators
             return args[0].device
         try:
             kind = (func, torch.get_default_dtype(), self._kind(args), self._kind(tuple(kwargs.items())))
@@ -365,7 +365,7 @@ class ShapesAlone(FakeTensorMode):
         return FakeTensor(self, t, _CPU)
 
     def _kind(self, value: Any) -> Hashable:
-        """Properties of an argument that determine the shapes of results. Raises `_Unlike` if there may be others."""
+        """Return the properties of an argument that determine the shapes of results. Raises `_Unlike` if others may matter."""
         if isinstance(value, Tensor):
             if type(value) is not FakeTensor or value.fake_mode is not self or not _is_plain(value):
                 raise _Unlike
@@ -374,7 +374,7 @@ class ShapesAlone(FakeTensorMode):
             return tuple(map(self._kind, value))
         if value is not None and not isinstance(value, _PLAIN):
             raise _Unlike
-        return type(value), value  # True is no 1: an operator of another dtype
+        return type(value), value  # True differs from 1: another dtype
 
 
 _PLAIN = (bool, int, float, str, *_NAMED)
@@ -384,13 +384,13 @@ _VIEWS = _Outcome(None)
 
 
 def _is_plain(fake: Any) -> bool:
-    """True if `fake` has nothing but its shape, strides and dtype: no value that torch knows, no bit to resolve."""
+    """True if `fake` has only shape, strides and dtype: no value known to torch, no lazy bit."""
     is_known = fake.constant is not None or fake.fake_device != _CPU
     return not is_known and fake.layout is torch.strided and not fake.is_conj() and not fake.is_neg()
 
 
 def _outcome(func: Any, args: Any, kwargs: Any, out: Any) -> _Outcome:
-    """Outcome of a kind of call under `ShapesAlone`, of which one returned `out`."""
+    """Return the outcome of a kind of call under `ShapesAlone`. `out`: result of one such call."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
         return _RUNS
     flat, (results, nest) = tree_flatten((args, kwargs))[0], tree_flatten(out)
@@ -402,12 +402,12 @@ def _outcome(func: Any, args: Any, kwargs: Any, out: Any) -> _Outcome:
         return _VIEWS
     times = Counter(map(id, flat))
     if len({*given, *storages}) < len(given) + len(made) or any(isinstance(t, Tensor) and times[id(t)] > 1 for t in results):
-        return _RUNS  # results share a storage, or it cannot be told which argument one is
+        return _RUNS  # results share a storage, or the argument of one is unknown
     is_told = all(one is None or id(one) in places or (type(one) is FakeTensor and _is_whole(one)) for one in results)
     return _Outcome.of(results, nest, places) if is_told else _RUNS
 
 
 def _is_whole(fake: Tensor) -> bool:
-    """True if `fake` is like a new tensor of its shape, strides and dtype, with a storage of its own."""
+    """True if `fake` is like a new tensor of its shape, strides and dtype, with its own storage."""
     like = _result(fake, {}).on("meta").untyped_storage()
     return _is_plain(fake) and not fake.storage_offset() and fake.untyped_storage().nbytes() == like.nbytes()

@@ -1,15 +1,15 @@
-"""A recorded step as one rank of several runs it, its parameters sharded as by FSDP2.
+"""Change a recorded step to the step of one of several ranks, with parameters sharded as by FSDP2.
 
 step = sharded(step, Shards(ranks=8, dtype=torch.float32))
 
 shards      parameters, gradients, optimizer state and the optimizer's temporaries: 1/ranks of each, in the dtype of the shards
-a block     is gathered whole, in the dtype that it computes in, from when the block before it runs until it has run
-the rest    of the model, as `fully_shard(model)` leaves it: gathered from its first use in forward until backward ends
-gradients   of a block are whole until its backward ends; a copy of them in the shards' dtype is there while they are reduced,
+a block     is gathered whole, in its compute dtype, from the start of the previous block until its own end
+the rest    of the model, as by `fully_shard(model)`: gathered from its first use in forward until backward ends
+gradients   of a block are whole until its backward ends; a copy in the shards' dtype exists while they are reduced,
             until the next block's are
 
-The optimizer takes 1/ranks of its time. Collectives take none: whether they overlap depends on links that are not known here. A
-note says how much crosses. What is gathered and reduced counts as memory inside operators.
+The optimizer takes 1/ranks of its time. Collectives take no time, because their overlap depends on links that are unknown here.
+A note gives their bytes. Gathered and reduced bytes count as inner memory of operators.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Shards:
     ranks: int
     """2 or more."""
     dtype: torch.dtype | None = None
-    """Dtype of the shards; None: the one that the model computes in."""
+    """Dtype of the shards; None: the model's compute dtype."""
 
 
 def shardable(build: Build, shards: Shards) -> Build:
-    """Builder of the same model. It raises `ModelUnusable` if a parameter's rows do not divide by the ranks, or if the shards
-    have a dtype of their own and the model has several."""
+    """Return a builder of the same model. It raises `ModelUnusable` if the ranks do not divide a parameter's rows, or if the
+    shards have a dtype and the model has several."""
 
     def build_shardable() -> Workload:
         workload = build()
@@ -61,7 +61,7 @@ def shardable(build: Build, shards: Shards) -> Build:
 
 
 def sharded(step: RecordedStep, shards: Shards) -> RecordedStep:
-    """Return `step`, whose model `shardable` built, as one of `shards.ranks` ranks runs it. O(operators + storages)."""
+    """Return `step`, of a model built by `shardable`, as the step of one of `shards.ranks` ranks. O(operators + storages)."""
     computed: torch.dtype = getattr(torch, next(iter(step.parameters_by_dtype)))
     wider = 1.0 if shards.dtype is None else shards.dtype.itemsize / computed.itemsize
     trace, kind = step.trace, step.trace.tensor_kind
@@ -94,7 +94,7 @@ def sharded(step: RecordedStep, shards: Shards) -> RecordedStep:
 
 
 def _gathered(trace: Trace, groups: tuple[Int64s, ...], wider: float) -> Int64s:
-    """(operators,) bytes that are gathered, and gradients that are not reduced yet, while each operator runs."""
+    """Return (operators,): bytes of gathered parameters and of gradients not reduced yet, while each operator runs."""
     change = np.zeros(len(trace.op_us) + 1, np.int64)
 
     def add(nbytes: int, first: int, last: int) -> None:
@@ -114,7 +114,8 @@ def _gathered(trace: Trace, groups: tuple[Int64s, ...], wider: float) -> Int64s:
 
 
 def _spans(trace: Trace, groups: tuple[Int64s, ...], phase: StepPhase) -> list[tuple[int, int, int]]:
-    """First and last operator of `phase` that reads a group's parameters, and the group's number, in the order of the first."""
+    """Return first and last operator of `phase` that read a group's parameters, and the group's number, in order of the
+    first."""
     op = trace.op_of_read()
     in_phase = trace.op_phase[op] == phase
     reads = [(op[in_phase & np.isin(trace.read_tensors, group)], i) for i, group in enumerate(groups)]
@@ -124,7 +125,7 @@ def _spans(trace: Trace, groups: tuple[Int64s, ...], phase: StepPhase) -> list[t
 def _add_gradients(
     trace: Trace, blocks: list[tuple[int, int, int]], end: int, wider: float, add: Callable[[int, int, int], None]
 ) -> None:
-    """Add gradients in whole: of a block until it has run, then their copy that is reduced; of the rest until backward ends."""
+    """Add whole gradients: those of a block until it has run, then the copy that is reduced; the others until backward ends."""
     gradients = np.flatnonzero((trace.tensor_kind == TensorKind.GRADIENT) & (trace.tensor_born >= 0))
     born, size = np.searchsorted(trace.op_tick, trace.tensor_born[gradients]), allocated_size(trace.tensor_bytes[gradients])
     firsts, lasts = [span[0] for span in blocks], [span[1] for span in blocks]

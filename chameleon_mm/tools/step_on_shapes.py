@@ -1,11 +1,11 @@
-"""Records a training step of a model that takes no memory: operators run on shapes alone, their times are a roofline's.
+"""Record a training step of a model without memory: operators run on shapes only, with times by a roofline.
 
     with ShapesAlone():
-        model = Model().to(torch.bfloat16)      # takes no memory: tensors are their shapes and nothing else
+        model = Model().to(torch.bfloat16)      # takes no memory: tensors are only shapes
     step = record_step(StepRequest(build=build, spec=spec, optimizer="adamw", dtype=torch.bfloat16, min_bytes=1 << 20))
-    step.trace                  as a recorder on that GPU would make it if the host were never late
+    step.trace                  like the trace of a recorder on that GPU with a host that is never late
 
-The step is one in the middle of training: the optimizer already has its state, gradients are made and freed.
+The step is from the middle of a training: the optimizer already has its state, and gradients are made and freed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RecordedStep:
     parameters_by_dtype: Mapping[str, int]
     """Number of parameters by dtype, the most frequent dtype first."""
     autocast: str | None
-    """Dtype of the autocast around forward; None: there is none but the model's own."""
+    """Dtype of the autocast around forward; None: only the model's own autocast, if any."""
     optimizer: str
     activation_memory_budget: float | None
     """Torch's setting under which the repeated blocks are compiled; None: all runs eagerly."""
@@ -56,9 +56,9 @@ class RecordedStep:
     gathered: tuple[Int64s, ...]
     """Numbers of the trace's storages whose parameters FSDP gathers together: each block's, then the rest's."""
     window: Callable[[int], int]
-    """Maps a budget to the bytes that a session sets aside for swapped parameters. Raises `InfeasibleBudget`."""
+    """Function from a budget to the bytes that a session reserves for swapped parameters. Raises `InfeasibleBudget`."""
     largest_bucket_bytes: int
-    """Maximum bytes of state that are stepped together; 0: all state is, or there is none."""
+    """Maximum bytes of state that are stepped together; 0: all state, or there is none."""
 
     @property
     def num_parameters(self) -> int:
@@ -86,7 +86,7 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
-    """A step to run on shapes alone."""
+    """Request for a step on shapes only."""
 
     build: Build
     spec: GpuSpec
@@ -97,11 +97,11 @@ class StepRequest:
     min_bytes: int
     """Smaller saved storages never move."""
     autocast: torch.dtype | None = None
-    """Dtype of the autocast around forward; None: there is none, and the model's own still acts as CUDA's."""
+    """Dtype of the autocast around forward; None: no autocast. The model's own autocast still acts like CUDA's."""
     compiled: float | None = None
     """`activation_memory_budget` of torch, 0 to 1, under which each repeated block is compiled; None: all runs eagerly."""
     checkpointed: Checkpointing | None = None
-    """Repeated blocks that run under torch's checkpointing; None: none does."""
+    """Repeated blocks that run under torch's checkpointing; None: no block."""
 
 
 def record_step(request: StepRequest, *, bucket_bytes: int | None = None) -> RecordedStep:
@@ -123,7 +123,7 @@ def record_step(request: StepRequest, *, bucket_bytes: int | None = None) -> Rec
             step.update()
         numbers = [[recorder.number_of(p.untyped_storage()) for p in group] for group in groups_of(workload.model)]
         trace = recorder.finish()
-        del loss  # a training loop, too, holds it until here
+        del loss  # a training loop also holds it until here
     counts: Counter[str] = Counter()
     for parameter in workload.model.parameters():
         counts[_name(parameter.dtype)] += parameter.numel()
@@ -143,7 +143,7 @@ def record_step(request: StepRequest, *, bucket_bytes: int | None = None) -> Rec
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Context in which what the user compiled runs eagerly: `compile_blocks` compiles for shapes alone."""
+    """Context in which functions compiled by the user run eagerly, because `compile_blocks` compiles for shapes only."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -177,7 +177,7 @@ class TrainingStep:
         self._bucket_bytes = bucket_bytes
         self.largest_bucket_bytes = 0
         self.notes: tuple[str, ...] = ()
-        """Sentences on what its compiled blocks leave out."""
+        """Sentences about aspects that its compiled blocks ignore."""
         if compiled is not None:
             from chameleon_mm.tools.compiled_blocks import compile_blocks  # imports Inductor, which takes seconds
 
@@ -214,7 +214,7 @@ class TrainingStep:
 
 
 def _state_bytes(optimizer: Optimizer, p: Tensor) -> int:
-    """Bytes of the state of `p`; if it has none yet, `STATE_PER_PARAMETER` tensors are assumed."""
+    """Return the bytes of the state of `p`. Without state yet, assume `STATE_PER_PARAMETER` tensors."""
     values = [value for value in optimizer.state[p].values() if isinstance(value, Tensor)] if p in optimizer.state else []
     return sum(value.untyped_storage().nbytes() for value in values) or STATE_PER_PARAMETER * p.numel() * p.element_size()
 
@@ -231,14 +231,14 @@ def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
 
 
 class EightBitAdamW(Optimizer):
-    """State and memory traffic of an AdamW with moments of 8 bits, for shapes alone: its step's values mean nothing.
+    """State and memory traffic of an AdamW with moments of 8 bits, for shapes only. The values of its step are meaningless.
 
     Moments of fewer than 4096 elements are float32, as bitsandbytes' are.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no training loop of ours gives a closure
-        """Read each parameter, its gradient and its moments once, and write all but the gradient: as one kernel does."""
+        """Read each parameter, its gradient and its moments once, and write all except the gradient, like one kernel."""
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             for name in ("exp_avg", "exp_avg_sq") if not self.state[p] else ():
                 self.state[p][name] = torch.zeros_like(p, dtype=torch.float32 if p.numel() < 4096 else torch.uint8)

@@ -1,16 +1,16 @@
-"""Detects a program's training as it begins, swaps it in a session, and detects its steps.
+"""Detect the beginning of a program's training, swap it in a session, and detect its steps.
 
 watch = TrainingWatch(make_session)
 watch.begin()                                # a global forward pre-hook, and torch's global hook after optimizer steps
-...                                          # the program: its first forward that trains makes the session and enters it
+...                                          # the program: its first training forward makes and enters the session
 report = watch.finish(error)
 
-Note [Watch]: hooks on single modules would be saved by `torch.save(model)` and copied by `copy.deepcopy(model)`. Instead, one
-global pre-hook is called by every module. It is removed from the outermost module's call until its return: inner modules run,
-and are compiled, as if there were no hook. A step begins with the first module that is called with gradients on and has
-parameters that require them. If all modules are called in compiled code, steps follow each other without a gap; the last one
-lasts until the program ends. Saved-tensor hooks and modes are stacks. The session is entered, and steps begin, only while no
-others are on: their owner would pop ours in their place.
+Note [Watch]: hooks on single modules would be saved by `torch.save(model)` and copied by `copy.deepcopy(model)`. Instead, every
+module calls one global pre-hook. It is removed during the outermost module's call, so that inner modules run, and are compiled,
+as without a hook. A step begins with the first module that is called with gradients on and has parameters that require them. If
+all modules are called in compiled code, steps follow each other without a gap; the last step ends with the program.
+Saved-tensor hooks and modes are stacks. The session is entered, and steps begin, only while no other hooks or modes are on:
+otherwise their owner would pop ours.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from chameleon_mm.record.dispatch_state import in_backward, saved_tensor_hooks_o
 from chameleon_mm.report.report import SwapReport
 
 UNSEEN_STEPS = 2
-"""Number of optimizer steps without a preceding module call after which each step begins where the last one ends. The first of
-them may only make the optimizer's state."""
+"""Number of optimizer steps without a preceding module call after which each step begins at the end of the previous one. The
+first such optimizer step may only make the optimizer's state."""
 
 
 class Stopped(SystemExit):
-    """The program was stopped before its first step: no session could be made for it. Ends it as `sys.exit(1)` would."""
+    """Raised to stop the program before its first step, because no session could be made. It acts like `sys.exit(1)`."""
 
 
 class TrainingWatch:
@@ -58,7 +58,7 @@ class TrainingWatch:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
-        """Modules that were called as the outermost one, by id."""
+        """Modules that were called as outermost modules, by id."""
         self._module_hook: RemovableHandle | None = None
         self._optimizer_hook: RemovableHandle | None = None
         self._returning: RemovableHandle | None = None
@@ -67,7 +67,7 @@ class TrainingWatch:
         """Pack hook of the session, as `_top_hook` returns it."""
         self._own_modes = 0
         self._disable_hooks: Any = torch.autograd.graph.disable_saved_tensors_hooks
-        """Torch's own function."""
+        """Torch's own `disable_saved_tensors_hooks`."""
         self._unseen = 0
         """Number of optimizer steps without a preceding module call that began a step."""
         self.stood_aside: str | None = None
@@ -90,17 +90,17 @@ class TrainingWatch:
 
     @property
     def may_finish(self) -> bool:
-        """True if this thread may leave the session: the session is this thread's, or its thread has ended."""
+        """True if this thread may exit the session: it entered the session, or the thread that did has ended."""
         here = threading.current_thread()
         if self._thread is not None:
             return self._thread is here or not self._thread.is_alive()
         others = (thread for thread in threading.enumerate() if thread is not here and not thread.daemon)
-        return not any(others)  # they may still train
+        return not any(others)  # other threads may still train
 
     def finish(self, error: BaseException | None) -> SwapReport | None:
-        """Leave the session, with the exception that ended the program, and return its report; None: there was no session.
+        """Exit the session, with the exception that ended the program, and return its report; None: there was no session.
 
-        Raises what the session raises as it ends.
+        Raises the errors of the session's end.
         """
         self._module_returned()
         torch.autograd.graph.disable_saved_tensors_hooks = self._disable_hooks
@@ -153,7 +153,7 @@ class TrainingWatch:
             self._step_without_gap(optimizer)
 
     def _step_without_gap(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin the next step now: no module call will announce it."""
+        """Begin the next step now, because no module call will announce it."""
         if self._module_hook is not None:
             self._module_hook.remove()
         if self._bounds is None:
@@ -163,8 +163,8 @@ class TrainingWatch:
 
     @contextmanager
     def _without_own_hooks(self, message: str) -> Iterator[None]:
-        """Disable saved-tensor hooks, as `torch.func`'s transforms do, which refuse them. Ours are off meanwhile: tensors that
-        a transform saves stay on the device."""
+        """Context that disables saved-tensor hooks, for `torch.func`'s transforms, which refuse hooks. Ours are off meanwhile,
+        so tensors saved by a transform stay on the device."""
         hooks = saved_tensor_hooks_on_top()
         own = hooks if hooks is not None and hooks[0] is self._own_hook else None
         if own is not None:
@@ -197,7 +197,7 @@ class TrainingWatch:
         return self.in_forked_child or self._thread not in (None, threading.current_thread())
 
     def _may_begin(self) -> bool:
-        """True if no hooks or modes but ours are on: the owner of others would pop ours in their place."""
+        """True if only our hooks and modes are on. Otherwise the owner of others would pop ours."""
         top = _top_hook()
         if top is not self._own_hook:
             if type(top).__module__.startswith("chameleon_mm") or getattr(top, "__module__", "").startswith("chameleon_mm"):
@@ -230,10 +230,10 @@ class TrainingWatch:
         returning.remove()
         hooks = self._module_hook.hooks_dict_ref()
         if hooks is not None and self._unseen < UNSEEN_STEPS:
-            hooks[self._module_hook.id] = self._called  # under its old number: compiled code is bound to it
+            hooks[self._module_hook.id] = self._called  # under its old number, to which compiled code is bound
 
 
 def _top_hook() -> object:
-    """Pack hook that autograd calls on this thread; None: there is none."""
+    """Return the pack hook that autograd calls on this thread; None: there is none."""
     hooks = saved_tensor_hooks_on_top()
     return None if hooks is None else hooks[0]

@@ -40,7 +40,7 @@ class VideoShape:
 
     @property
     def about(self) -> str:
-        """Size of one row of the batch, for people."""
+        """Size of one row of the batch, as text."""
         return f"{self.channels} x {self.frames} x {self.sides[0]} x {self.sides[1]} latents"
 
     def model(self) -> VideoDiT:

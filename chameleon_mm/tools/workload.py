@@ -38,10 +38,10 @@ from chameleon_mm.tools.shape_operators import gpu_autocast
 from chameleon_mm.tools.video_models import VIDEO_MODELS, VideoShape
 
 _NO_SUCH_DEVICE = re.compile(r"not (compiled|linked) with", re.IGNORECASE)
-"""Pattern of torch's messages about devices that its build lacks; CUDA's name comes before or after it."""
+"""Pattern of torch's messages about devices that its build lacks. CUDA's name precedes or follows it."""
 
 _MOST_SAID = 300
-"""Maximum characters shown of another library's message: some list every valid value."""
+"""Maximum number of characters shown of another library's message, because some list every valid value."""
 
 _OURS = Path(__file__).resolve().parents[1]
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
@@ -49,19 +49,19 @@ _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platl
 
 @contextmanager
 def told_as(what: str) -> Iterator[None]:
-    """Turn any error in the context into a `ModelUnusable` that begins with `what` and says how to go on, if that is known."""
+    """Turn any error in the context into a `ModelUnusable` that begins with `what` and gives a remedy, if one is known."""
     try:
         yield
     except ModelUnusable:
         raise
-    except (Exception, SystemExit) as error:  # a model may fail in any way, and that is an answer about the model
+    except (Exception, SystemExit) as error:  # any failure is an answer about the model
         raise ModelUnusable(
             f"{what}: {type(error).__name__}: {said_by(error)}{_line_of_user(error)}{_way_out(error)}"
         ) from error
 
 
 def like_built_in(text: str, *, cutoff: float) -> str | None:
-    """The built-in model whose name is most like `text`, if it is as like as `cutoff`, of 1; None: no name is."""
+    """Return the built-in model whose name is most similar to `text`, if at least `cutoff` (0 to 1); else None."""
     return next(iter(difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=cutoff)), None)
 
 
@@ -93,23 +93,23 @@ class ModelUnusable(ChameleonError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Model and batch of one step. `loss()` runs forward and returns the scalar to go backward from."""
+    """Model and batch of one step. `loss()` runs forward and returns the scalar for backward."""
 
     about: str
-    """Description for people: the model and its batch."""
+    """Description of the model and its batch."""
     model: nn.Module
     loss: Callable[[], Tensor]
     notes: tuple[str, ...] = ()
-    """Notes on the figures, a sentence each."""
+    """Notes on the figures, one sentence each."""
 
 
 Build = Callable[[], Workload]
-"""Builds a workload on the CPU, in torch's default dtype. Call it under `ShapesAlone`."""
+"""Function that builds a workload on the CPU, in torch's default dtype. Call it under `ShapesAlone`."""
 
 
 # --- Built-in models, which need only torch: a Llama in plain eager code, and a GPT-2
 #
-# The Llama has the operators of Hugging Face's. The GPT-2 differs from Hugging Face's, and its notes say so (`_GPT2_SAVES`).
+# The Llama has the operators of Hugging Face's. The GPT-2 differs from Hugging Face's, as its notes say (`_GPT2_SAVES`).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class Llama(nn.Module):
 
     def loss(self, ids: Tensor) -> Tensor:
         logits = self(ids).float()
-        targets = F.pad(ids, (0, 1), value=-100)[:, 1:]  # the last token has no next one
+        targets = F.pad(ids, (0, 1), value=-100)[:, 1:]  # the last token has no next token
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
@@ -278,7 +278,7 @@ def _images(shape: ImageShape | VideoShape, rows: int, about: str) -> Workload:
 # --- User's models: a function returns the model and a batch
 #
 # A tuple or list is a batch of several arguments, a mapping a batch of keyword arguments, anything else one argument.
-# `loss_fn(output, batch)` gets the model's output and the batch as returned. It returns the scalar tensor to go backward from.
+# `loss_fn(output, batch)` gets the model's output and the returned batch. It returns the scalar tensor for backward.
 
 _RETURNS = "(model, batch) or (model, batch, loss_fn)"
 

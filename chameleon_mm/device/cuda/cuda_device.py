@@ -32,7 +32,7 @@ from chameleon_mm.units import MIB, format_size
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import HeldStorage
 
-# --- The GPUs that torch sees, found without a context on any of them where possible
+# --- GPUs that torch sees, found without a context on any of them if possible
 
 
 def cuda_is_available() -> bool:
@@ -41,8 +41,7 @@ def cuda_is_available() -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """Return a line for each GPU that torch sees: index, name, memory, capability. Empty without CUDA. Initialises CUDA if
-    available."""
+    """Return a line for each GPU that torch sees: index, name, memory, capability. Empty without CUDA. May initialise CUDA."""
     found = range(torch.cuda.device_count() if cuda_is_available() else 0)
     gpus = [(index, torch.cuda.get_device_properties(index)) for index in found]
     return [f"{i}: {gpu.name}, {format_size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}" for i, gpu in gpus]
@@ -242,7 +241,7 @@ class CudaDevice:
         if index is not None and not 0 <= index < count:
             raise ValueError(f"CudaDevice: expected an index from 0 to {count - 1}, got {index}")
         if (backend := torch.cuda.get_allocator_backend()) != "native":
-            # Others count differently: the cumulative count would not grow, and a budget would be exceeded.
+            # Other allocators count differently: the cumulative count would not grow, and a budget would be exceeded.
             raise DeviceUnavailable(
                 f"CudaDevice: expected torch's native caching allocator, got {backend!r}: unset the backend option"
             )
@@ -287,10 +286,10 @@ class CudaDevice:
         return min(allowed, held + free)
 
     def current_stream(self) -> CudaStream:
-        """Return the stream as `Device.current_stream` does. Cheap enough for a hook: a `torch.cuda.Stream` is built only for a
-        new stream."""
-        # The driver's handle identifies a stream as torch's number does, and reading it builds no tuple. True for torch 2.11 to
-        # 2.13.
+        """Return the stream as `Device.current_stream` does. Cheap enough for a hook: builds a `torch.cuda.Stream` only
+        once."""
+        # The driver's handle identifies a stream as torch's number does, and reading it builds no tuple. True in torch
+        # 2.11-2.13.
         handle = torch._C._cuda_getCurrentRawStream(self.index)
         known = self._known_streams.get(handle)
         if known is None:
@@ -329,7 +328,7 @@ class CudaDevice:
         now, ever, peak = self._read_allocated()
         if ever < last:
             before_resets += last
-        if self._counted is counted:  # else a later reading has been counted meanwhile
+        if self._counted is counted:  # else a later reading was counted meanwhile
             self._counted = before_resets, ever
         return MemoryReading(now, before_resets + ever, peak)
 

@@ -36,7 +36,7 @@ class CudaEvent(torch._C._CudaEventBase):
 
     @classmethod
     def new(cls, *, timed: bool = False) -> CudaEvent:
-        """An event that no stream has recorded. `timed`: with the time at which its stream reaches it."""
+        """Return an event that no stream has recorded yet. `timed`: it stores the time at which its stream reaches it."""
         event = cls(timed, False, False)
         event.timed = timed
         return event
@@ -52,7 +52,7 @@ class CudaEvent(torch._C._CudaEventBase):
 
 
 class CudaStream:
-    """A `torch.cuda.Stream` of one device. It is made current only for one allocation, copy or kernel at a time."""
+    """Wrapper of a `torch.cuda.Stream`, which is made current only during a single allocation, copy or kernel."""
 
     def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
         self._device = device

@@ -54,7 +54,7 @@ class CostModel:
     attention_efficiency: float = 0.32
     """Share of the peak rate that fused attention reaches in forward: FlashAttention-2's, causal (above); cuDNN's is 0.52."""
     attention_backward_efficiency: float = 0.31
-    """Share that it reaches in backward: FlashAttention-2's (above); cuDNN's is 0.50."""
+    """Share of the peak rate that fused attention reaches in backward: FlashAttention-2's (above); cuDNN's is 0.50."""
     memory_efficiency: float = 0.85
     """Share of the memory bandwidth that streaming kernels reach."""
     shortest_kernel_us: float = 2.0

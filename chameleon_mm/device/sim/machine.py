@@ -3,7 +3,7 @@
     launch:  host_us += its cost;  stream.ready_us = max(ready, host_us) + its time
     copy:    time from the copy engine of its direction
     pack:    time of one kernel
-    each:    the observer sees it and moves the bytes
+    each:    the observer sees the work and moves the bytes
 
 Everything here runs under `lock`. All threads count as one host.
 """
@@ -30,7 +30,7 @@ from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel
 from chameleon_mm.units import allocated_size, format_size
 
-# --- Observer of a simulated device: it sees the work in the order of issue. It may refuse work or move its bytes later.
+# --- Observer of a simulated device: it sees the work in the order of issue. It may refuse work or move bytes later.
 #
 # `SimObserver` itself checks nothing. The tests' observer, which detects races, is not part of the library.
 
@@ -197,8 +197,8 @@ class Ledger:
             )
 
     def lend(self, nbytes: int) -> None:
-        """Count `nbytes` of scratch memory that an operator allocates and frees. Raises `torch.OutOfMemoryError` if they do not
-        fit."""
+        """Count `nbytes` of scratch memory that an operator allocates and frees. Raises `torch.OutOfMemoryError` without
+        room."""
         self.make_room(nbytes)
         self.cumulative_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes + nbytes)
@@ -228,8 +228,7 @@ class Ledger:
         return died
 
     def _resized(self, buffer: Buffer, nbytes: int) -> None:
-        """Count a storage whose size has changed since it was last seen. Its old block went back to its stream, and it has a
-        new one."""
+        """Count a storage whose size has changed since it was last seen. Its old block was freed, and it has a new one."""
         charge = 0 if buffer.host else allocated_size(nbytes)
         self.make_room(max(0, charge - buffer.charged_bytes))
         self.observer.released(buffer)
@@ -428,7 +427,7 @@ class SimStream:
 
 
 HOST_LEAD = 1000
-"""Kernels that the host may be ahead of a stream: about what the queue of a GPU's channel takes, 1,024 entries."""
+"""Number of kernels that the host may be ahead of a stream: about the 1,024 entries of the queue of a GPU's channel."""
 
 
 class Machine:

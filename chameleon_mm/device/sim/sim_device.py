@@ -65,8 +65,8 @@ class SimCompute(RegionMode):
     prices the kernels that a GPU would launch. Raises errors of allocations and of the observer. An operator whose results do
     not fit has run, like one that fails half-way on a GPU. Its mutated inputs are changed, and its generator has advanced.
 
-    What a compiled region runs unseen, such as Inductor's kernels, is one kernel, which takes as long as its arguments and
-    results take to be read and written. Memory that it allocates and frees unseen is not counted.
+    The unseen kernels of a compiled region, such as Inductor's, count as one kernel, with the time to read its arguments and
+    write its results. Memory that it allocates and frees unseen is not counted.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -301,7 +301,7 @@ class SimDevice:
         return 0
 
     def native_loop(self, streams: tuple[Stream, Stream]) -> None:
-        """None: the simulator's streams are Python's."""
+        """Return None: the simulator's streams are Python objects."""
 
     def allocator_hook(self) -> AllocatorHook | None:
         """Return None: this device's allocator has no hook."""
@@ -353,8 +353,7 @@ class SimDevice:
 
 
 class _Compute:
-    """Context manager of `SimDevice.compute`. Not a generator: an abandoned generator would end its mode on the thread that
-    drops it."""
+    """Context manager of `SimDevice.compute`. Not a generator: that would end its mode on the thread that drops it."""
 
     def __init__(self, device: SimDevice, machine: Machine) -> None:
         self._device = device

@@ -49,7 +49,9 @@ def python(arguments: Sequence[str], folder: Path, stdin: str = "") -> Ended:
 
 
 _FORKS = """
-import json, os, sys
+import gc, json, os, sys
+gc.collect()
+gc.freeze()  # a fork that ends clears its modules in a third of the time, and collects what it made itself as ever
 for number, code in enumerate(json.loads(sys.argv[1])):
     pid = os.fork()
     if not pid:

@@ -37,6 +37,8 @@ from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from tests._compiled_programs import PLACE, PROGRAMS, Block, Stack, rows
 from tests._programs import assert_same
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 inductor = pytest.param(
     "inductor",
     marks=[

@@ -427,8 +427,6 @@ def end(child: int) -> int:
 
 def main(folder: Path) -> None:
     ready_to_fork()
-    gc.collect()
-    gc.freeze()  # what is imported: an end then takes a third of the time, and what a case made is collected as ever
     became = {}
     names = list(CASES)
     for pair in zip(names[::2], [*names[1::2], None], strict=False):  # two at once: most of a case is torch's own end

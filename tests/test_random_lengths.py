@@ -26,7 +26,7 @@ from chameleon_mm.plan.trace import Trace
 from chameleon_mm.record.light_profiler import Feature, StepRecord, sizes_of
 from tests._trace_records import ops_of
 
-pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
+pytestmark = pytest.mark.usefixtures("no_gc")
 
 
 def plainly(make: Callable[[], LengthModel], shapes: Sequence[Shape]) -> tuple[list[float], list[Tensor]]:

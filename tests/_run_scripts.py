@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -84,16 +83,10 @@ def forks(begin: str, codes: Mapping[str, str], folder: Path, notes: Path) -> di
 
 def ready_to_fork() -> None:
     """Do what the first session of a process does and what all forks share: import dynamo, and find out in two seconds which
-    products give the same bits each time. One thread runs those, and none is left: a fork may use any.
-
-    What is there now is set aside from the collector: a fork then ends in a third of the time, and collects what it has made
-    itself as ever. Triton is left out, whose binding would tell stderr of what nobody collected."""
-    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # as an import that fails
+    products give the same bits each time. One thread runs those, and none is left: a fork may use any."""
     importlib.import_module("torch._dynamo")
     torch.set_num_threads(1)
     replayable_on(SimDevice())
-    gc.collect()
-    gc.freeze()
 
 
 def runs(cases: Mapping[str, Sequence[str]], folder: Path, notes: Path, *, train: bool = True) -> dict[str, Ended]:

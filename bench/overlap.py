@@ -61,7 +61,7 @@ _LIMIT_S = 3.0
 
 _GPU_SIZES = Sizes(gemm=8192, stream_elements=128 * MIB, dtype=torch.bfloat16, chunk_bytes=32 * MIB, target_us=30_000)
 _CPU_SIZES = Sizes(gemm=768, stream_elements=4 * MIB, dtype=torch.float32, chunk_bytes=1 * MIB, target_us=150)
-_STAND_IN_SIZES = replace(_CPU_SIZES, batches=1)  # Triton's interpreter takes a quarter of a second for each MiB
+_STAND_IN_SIZES = replace(_CPU_SIZES, gemm=256, stream_elements=MIB // 4, batches=1)  # Triton's interpreter: 0.25 s a MiB
 
 _FORMULAS = {
     "compute": ("compute us", "operators alone"),

@@ -8,6 +8,7 @@ There is nothing of ours in here: it is what plain PyTorch runs, too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -31,6 +32,13 @@ scatter_sum = getattr(functional, "reduce_scatter_single_autograd", None) or fun
 
 PATIENCE = timedelta(hours=2)
 """Time after which gloo gives up on an absent rank: more than any test has, so that a slow machine is no failure."""
+
+
+def meet(folder: str) -> None:
+    """Join the other ranks at a file in `folder`."""
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count, timeout=PATIENCE)
+
 
 WIDTH, ROWS, LAYERS, MICRO_BATCHES = 32, 256, 4, 4
 

@@ -1,6 +1,6 @@
-"""Trains programs on the ranks that torchrun started: plainly, then in sessions. Run as a program, once for each rank.
+"""Trains programs on several ranks: plainly, then in sessions. Run by each rank.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests._rank_runs FOLDER ddp fsdp_whole ...
+    python -m tests._forked_ranks 2 tests._rank_runs FOLDER ddp_views fsdp_whole ...
 
 Each rank writes FOLDER/rank<number>.json: by program what differed from the plain run, and what its sessions report.
 """
@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import chameleon_mm as cm
-from tests._rank_programs import ON_FOUR, ON_TWO, PATIENCE, Training
-from tests.observed import observe_all
+from tests._rank_programs import ON_FOUR, ON_TWO, Training, meet
 
 STEPS = 6
 
@@ -96,10 +94,10 @@ def run(build: Callable[[], Training], *, swaps_alone: bool) -> dict[str, Any]:
     return outcome
 
 
-def main(folder: str, names: list[str]) -> None:
+def main(folder: str, *names: str) -> None:
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    meet(folder)
     rank, count = dist.get_rank(), dist.get_world_size()
     programs = ON_TWO if count == 2 else ON_FOUR
     outcomes: dict[str, Any] = {"local_world_size": os.environ["LOCAL_WORLD_SIZE"]}
@@ -108,8 +106,3 @@ def main(folder: str, names: list[str]) -> None:
     }
     Path(folder, f"rank{rank}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    observe_all()
-    main(sys.argv[1], sys.argv[2:])

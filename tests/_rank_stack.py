@@ -1,6 +1,6 @@
 """What people put around a model to tune it on several ranks: peft's adapters under FSDP2, and DeepSpeed. Run by each rank.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests._rank_stack FOLDER
+    python -m tests._forked_ranks 2 tests._rank_stack FOLDER
 
 Each rank writes FOLDER/rank<number>.json: what differed from the run without us, and what its sessions report.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import chameleon_mm as cm
-from tests._rank_programs import PATIENCE, ROWS, Training, batch, blocks, loss_of, sharded
+from tests._rank_programs import ROWS, Training, batch, blocks, loss_of, meet, sharded
 from tests._rank_runs import Seen, digest, run
-from tests.observed import observe_all
 
 
 class Tuned(Training):
@@ -90,15 +88,10 @@ def zero(stage: int, precision: str) -> dict[str, Any]:
 def main(folder: str) -> None:
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    meet(folder)
     outcome = {
         "programs": {"fsdp_lora": run(fsdp_lora, swaps_alone=False)},
         "zero": {f"stage {stage}, {precision}": zero(stage, precision) for stage, precision in ((1, "bf16"), (2, "fp32"))},
     }
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(outcome))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    observe_all()
-    main(sys.argv[1])

@@ -1,6 +1,6 @@
-"""Accumulation under FSDP2's `set_requires_gradient_sync(False)`: plainly, then attached. Run as a program, once for each rank.
+"""Accumulation under FSDP2's `set_requires_gradient_sync(False)`: plainly, then attached. Run by each rank.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests._rank_steps FOLDER
+    python -m tests._forked_ranks 2 tests._rank_steps FOLDER
 
 Each rank writes FOLDER/rank<number>.json: by way of ending a step, the steps that `attach` found, and what differs from the
 plain run.
@@ -9,7 +9,6 @@ plain run.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import chameleon_mm as cm
-from tests._rank_programs import PATIENCE, batch, blocks, loss_of, sharded
+from tests._rank_programs import batch, blocks, loss_of, meet, sharded
 from tests._rank_runs import Seen, digest
-from tests.observed import observe_all
 
 STEPS, MICRO_BATCHES = 4, 2
 
@@ -76,7 +74,7 @@ def trained(end: End, *, keeps: bool, attached: bool) -> tuple[Seen, cm.SwapRepo
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    meet(folder)
     outcomes = {}
     for end in (steps, skips, writes):
         for keeps in (False, True):
@@ -89,8 +87,3 @@ def main(folder: str) -> None:
             }
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    observe_all()
-    main(sys.argv[1])

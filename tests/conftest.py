@@ -159,7 +159,7 @@ def quiet() -> Iterator[None]:
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions search less for the fastest of the plans that fit, which takes a second for a small model's step: for tests of
-    bits, where each plan is as good."""
+    bits, budgets and known steps, where each plan is as good."""
     monkeypatch.setattr("chameleon_mm.follow.adaptation.DRAFTS", 30)
 
 

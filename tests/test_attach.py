@@ -25,6 +25,8 @@ from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import KIB, MIB
 from tests._programs import assert_same, on_a_thread
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 BUDGET = 10 * MIB
 STEPS = 6
 

@@ -36,7 +36,7 @@ SHAPE = Shape(layers=2, width=32, heads=4, ffn=96, seq=16, batch=2, dtype="float
 SMALL = [
     "--device=sim", "--layers=2", "--width=64", "--heads=2", "--ffn=224", "--seq=64", "--batch=2", "--steps=1",
 ]  # fmt: skip
-DEEP = ["--device=sim", "--layers=6", "--width=128", "--heads=2", "--ffn=256", "--seq=256", "--batch=8", "--steps=1"]
+DEEP = ["--device=sim", "--layers=6", "--width=64", "--heads=1", "--ffn=128", "--seq=64", "--batch=64", "--steps=1"]
 """Every activation is worth moving, and a quarter of them is more than the bytes needed at once."""
 PLANNING = [f"swap_session_{share}{way}" for share in ("half", "quarter", "eighth") for way in ("", "_swap_only")]
 """Keys of the sessions that plan."""
@@ -304,6 +304,7 @@ def test_a_small_models_steps_have_nothing_to_swap(monkeypatch: pytest.MonkeyPat
         return sessions[-1]
 
     monkeypatch.setattr(_small_step, "SwapSession", make)
+    monkeypatch.setattr(_small_step, "TIMED_STEPS", 16)
     _, bound = small_step(UnsimulatedDevice(), repeats=1, seed=0)
     report = sessions[0].report()
     assert (report.bytes_swapped_out, report.steps_by_phase["recorded"]) == (0, 1)

@@ -19,7 +19,7 @@ from chameleon_mm.units import KIB, MIB
 from tests._programs import same
 from tests.test_changing_steps import LONG_ROWS, MIN_BYTES, PLAIN, Work, net, run, step
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
 
 SHARES = (0.55, 0.62, 0.7, 0.8, 0.9, 1.1)
 

@@ -29,7 +29,7 @@ from chameleon_mm.record.light_profiler import StepRecord
 from tests._runs import Run, run_steps
 from tests.test_random_lengths import check, report_of, share_of_unswapped
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
 
 LAYERS, EXPERTS, WIDTH = 4, 3, 48
 ROWS, LONG_ROWS = 192, 288
@@ -173,16 +173,8 @@ def test_a_sequence_that_changes_in_every_way() -> None:
     assert max(recordings(works, got).values()) <= 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kinds", "steps"),
-    [
-        (KINDS, 100),
-        pytest.param(KINDS, 200, marks=pytest.mark.thorough),
-        *(pytest.param((kind,), 60, marks=pytest.mark.thorough) for kind in KINDS),
-    ],
-    ids=["all", "all, longer", *KINDS],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kinds", "steps"), [(KINDS, 200), *(((kind,), 60) for kind in KINDS)], ids=["all", *KINDS])
 def test_many_steps(kinds: Sequence[str], steps: int) -> None:
     works = list(schedule(kinds, steps))
     got = assert_exact_within(works, SMALL_SHARE)

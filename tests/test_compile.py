@@ -29,6 +29,7 @@ from tests._fakes import Unwatched
 from tests._programs import assert_same, deep
 
 pytestmark = [
+    pytest.mark.usefixtures("short_search"),
     # Dynamo reads `.grad` of any tensor that lives across a graph break, and torch warns of that in the user's name.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     # Flex attention recommends compiling it.

@@ -38,6 +38,8 @@ from chameleon_mm.units import parse_size
 from tests._compiled_programs import PLACE, PROGRAMS, Block, Stack, rows
 from tests._programs import assert_same
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 inductor = pytest.param(
     "inductor",
     marks=[

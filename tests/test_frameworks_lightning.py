@@ -22,6 +22,8 @@ from tests._frameworks import STEPS, Seen, check_callback, check_loop, check_not
 from tests._plain_models import RESNET
 from tests._plain_training import Outcome
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 SwapCallback = cm.integrations.lightning.SwapCallback
 
 

@@ -16,6 +16,8 @@ from tests._frameworks import STEPS, Seen, check_loop, swapping
 from tests._plain_models import denoising, language, llama, recomputed, unet
 from tests._plain_training import Outcome
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 
 @pytest.fixture(autouse=True)
 def _state_of_its_own() -> Iterator[None]:

@@ -21,6 +21,8 @@ from tests._frameworks import STEPS, Seen, check_callback, check_nothing_left, s
 from tests._plain_models import BERT, MIXTRAL, VOCABULARY, llama
 from tests._plain_training import Outcome, differences
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 SwapCallback = cm.integrations.transformers.SwapCallback
 
 

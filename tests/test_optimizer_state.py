@@ -26,7 +26,7 @@ from tests._programs import same
 from tests._snapshots import steps
 from tests.observed import SimRaceError
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 

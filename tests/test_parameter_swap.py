@@ -26,7 +26,7 @@ from tests._parameter_programs import OPTIMIZERS, PROGRAMS, WIDTH, Make, Plain, 
 from tests._programs import same
 from tests.observed import SimLifetimeError, SimRaceError
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
 
 
 @pytest.fixture(autouse=True)

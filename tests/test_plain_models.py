@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests._plain_models import CASES, Case
 from tests._plain_training import CUDA, SIM, Kind, check_save_on_cpu, check_session, differences, trained_plainly
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
 
 SAMPLE = (
     "llama", "mixtral", "mamba", "bert", "gpt-2, micro-batches", "gpt-2, recomputed", "t5", "vit", "resnet",

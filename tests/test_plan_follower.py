@@ -22,7 +22,7 @@ from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.metrics import StepKind
 from tests._random_models import SLOW_GPU, adaptation_of, far_ahead, link_of, planning
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
 
 SIDE = 96
 

@@ -26,6 +26,8 @@ from chameleon_mm.units import MIB
 from tests._oracles import timed_one_by_one
 from tests._traces import H200_LINK, between, random_step
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 LAYERS, WIDTH, ROWS, STEPS = 10, 64, 1024, 16
 PART = MIB // 4
 """Elements of float32, 1 MiB, that each layer reads from the host and writes there."""

@@ -1,6 +1,7 @@
-"""Ranks that torchrun starts, with the engines people have: each has the bits that it has without a session.
+"""Ranks, with the engines people have: each has the bits that it has without a session.
 
 What the ranks run is in `_rank_programs.py`, and how in `_rank_runs.py`; a test is one launch, as starting ranks takes seconds.
+They are forks of one process (`_forked_ranks.py`), but for one test that starts them by torchrun.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def run(*arguments: str) -> str:
         start_new_session=True,
     )
     try:
-        out, error = parent.communicate()  # torchrun itself ends the others once a rank has failed
+        out, error = parent.communicate()  # what started them ends the others once a rank has failed
     finally:
         if parent.poll() is None:
             os.killpg(parent.pid, signal.SIGKILL)
@@ -49,9 +50,12 @@ def run(*arguments: str) -> str:
     return out
 
 
-def outcomes(ranks: int, module: str, folder: Path) -> list[dict[str, Any]]:
-    """Run `module` on `ranks` ranks by torchrun. Return what each rank wrote."""
-    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module, str(folder))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+
+
+def outcomes(ranks: int, module: str, folder: Path, by: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Run `module` on `ranks` ranks: `by` torchrun, or forks of one process. Return what each rank wrote."""
+    run(*(by or ("-m", "tests._forked_ranks", str(ranks))), module, str(folder))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -100,7 +104,7 @@ def test_micro_batches_without_gradient_sync_are_no_steps_of_their_own(ranks: in
 @pytest.mark.ci
 def test_what_ranks_say_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
     """Budgets that differ, a machine too small for both, the share of it that each gets, and one report of both."""
-    zero, one = outcomes(2, "tests._rank_checks", tmp_path)
+    zero, one = outcomes(2, "tests._rank_checks", tmp_path, TORCHRUN)
     assert zero["same budgets"] == one["same budgets"] == zero["other budgets"] == one["alone"] == []
     (other,) = one["other budgets"]
     assert "rank 1 was given other budgets than rank 0: hbm_budget is 48.0 MiB here and 64.0 MiB there" in other

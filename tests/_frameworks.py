@@ -135,7 +135,9 @@ def check_pins(callback: Callable[..., Any], train: Callable[[Noted, Any], None]
     expected = {name: image(p) for name, p in plain.named_parameters()}
     assert differences(expected, weights) == differences(expected, same) == []
     for option in ("keep", "never_recompute"):
-        with pytest.raises(ValueError, match=rf"{option}: expected a pin that names a module .*'\*.atc', .* near names: .*\.act"):
+        with pytest.raises(
+            ValueError, match=rf"{option}: expected a pin that names a module .*'\*.atc', .* near names: .*\.act"
+        ):
             train(Noted(), callback(**swapping(budget, **{option: ["*.atc"]})))
 
 

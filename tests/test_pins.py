@@ -401,7 +401,9 @@ def test_the_command_pins_by_patterns(tmp_path: Path) -> None:
     assert pins["kept_bytes"] >= 2 << 20
     assert reports["pinned"]["recomputed"] == 0 < reports["loose"]["recomputed"]
     assert (ended["wrong"].code, ended["wrong"].out) == (1, "")
-    assert "never_recompute: expected a pin that names a module of the model, got '4.11', which names none" in ended["wrong"].err
+    assert (
+        "never_recompute: expected a pin that names a module of the model, got '4.11', which names none" in ended["wrong"].err
+    )
     assert "near names: 4.1\n" in ended["wrong"].err
     assert ended["misspelt"].code == 2
     assert "did you mean --keep?" in ended["misspelt"].err

@@ -115,8 +115,8 @@ class Noted(nn.Module):
 
 
 def check_pins(callback: Callable[..., Any], train: Callable[[Noted, Any], None], budget: str) -> None:
-    """What a callback's pins name stays on the device, or is never recomputed, which it is without them; a pin that names nothing
-    is an error."""
+    """What a callback's pins name stays on the device, or is never recomputed, and neither without them; a pin that names
+    nothing is an error."""
 
     def trained(**pins: Any) -> tuple[list[set[int]], set[str], Outcome]:
         model, swap = Noted(), callback(**swapping(budget, device=far_ahead(), min_bytes="16KiB", **pins))

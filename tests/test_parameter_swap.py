@@ -445,7 +445,7 @@ ALIGNED = 64
 
 
 def packed_layers(device: torch.device) -> nn.Module:
-    """Two weights in one storage, the other not aligned; one at a third of its storage; one of a wrapper subclass; plain ones."""
+    """Two weights in one storage, the other not aligned; one inside of its own; one of a wrapper subclass; plain ones."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     torch.manual_seed(0)

@@ -383,7 +383,7 @@ def test_the_command_pins_by_patterns(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     usual = ["--hbm-budget", "9MiB", "--min-bytes", "256KiB"]
     cases = {
-        "pinned": [*usual, "--report", "pinned.json", *"--keep 1 --keep 3.? --never-recompute *".split(), "script.py"],
+        "pinned": [*usual, "--report", "pinned.json", "--keep", "1", "--keep", "3.?", "--never-recompute", "*", "script.py"],
         "loose": [*usual, "--report", "loose.json", "script.py"],
         "wrong": ["--keep", "1", "--never-recompute", "4.11", "script.py"],
         "misspelt": ["--keeps", "1", "script.py"],

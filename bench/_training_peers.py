@@ -49,8 +49,8 @@ FILLED_SHARES = (1 / 2, 1 / 4)
 """Budgets that are also filled by checkpointing: an eighth is less than it takes for every block."""
 
 FILLING_STEPS = 2 + TRIALS
-"""Steps in which a peer finds out what fills its budget: with every block checkpointed, in the second with the optimizer's state,
-then the trials."""
+"""Steps in which a peer finds out what fills its budget: two with every block checkpointed, as the first makes the optimizer's
+state, then the trials."""
 
 UNPLANNED_SHARE = 1 / 4
 """Budget that is also tried without plans."""
@@ -201,15 +201,11 @@ def _session_peer(share: float, way: str) -> Peer:
 
 def _filling_peer(share: float, *, selective: bool) -> Peer:
     name = SHARES[share]
-    what = (
-        "torch's selective checkpointing of every block, which keeps its costliest products and attentions"
-        if selective
-        else "torch.utils.checkpoint of as few blocks as fit"
-    )
+    what = "every block, which keeps products and attentions: as many" if selective else "as few blocks"
     return Peer(
         key=f"checkpoint_{'selective' if selective else 'part'}_{name}",
         name=f"{name}, {'selective' if selective else 'some blocks'}",
-        note=f"{what}: all that a budget which leaves a {name} of the unswapped activation memory has room for, found in the warm-up",
+        note=f"torch.utils.checkpoint of {what} as a budget allows that leaves a {name} of the unswapped activation memory",
         over_run=partial(_filled, selective=selective),
         share=share,
     )
@@ -227,7 +223,7 @@ def _filled(device: Device, model: nn.Module, hbm_budget: int, *, selective: boo
 
 
 class _Filling:
-    """Checkpointing that fills a budget: tries a level in each of the first `FILLING_STEPS` steps, then keeps the last that fits."""
+    """Checkpointing that fills a budget: tries a level in each of the first steps, then keeps the last that fits."""
 
     def __init__(self, device: Device, blocks: list[nn.Module], hbm_budget: int, *, selective: bool) -> None:
         self._device, self._hbm_budget = device, hbm_budget
@@ -257,7 +253,9 @@ class _Filling:
                 at = self._search.send(peak_bytes)
             elif self._steps == 2:
                 if peak_bytes > self._hbm_budget:
-                    raise InfeasibleBudget(f"with every block checkpointed the step takes {format_size(peak_bytes)}, more than the budget")
+                    raise InfeasibleBudget(
+                        f"with every block checkpointed the step takes {format_size(peak_bytes)}, more than the budget"
+                    )
                 self._levels = part_levels(len(self._blocks)) if self._survey is None else self._survey.levels()
                 self._search = fullest(len(self._levels) - 1, self._hbm_budget, peak_bytes)
                 at = next(self._search)

@@ -216,6 +216,8 @@ def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     assert list(cells) == [peer.key for peer in peers(SimDevice())]
     for peer in LIBRARIES:
         assert all(cell["waived"].startswith("needs CUDA: ") for cell in cells.pop(peer).values())
+    for peer in ("checkpoint_part_quarter", "checkpoint_selective_quarter"):  # one block alone takes as much
+        assert "with every block checkpointed the step takes" in cells.pop(peer)["step_ms"]["waived"]
     for peer in PLANNING[4:]:  # an eighth of so few blocks is less than one of them needs at once
         assert {cell["waived"] for cell in cells.pop(peer).values()} == {NO_PLAN}
     for peer, row in cells.items():
@@ -231,6 +233,10 @@ def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     step = {peer: row["ratio"]["median"] for peer, row in cells.items()}
     for share in ("half", "quarter"):
         assert step[f"swap_session_{share}"] < step["checkpoint"] < step[f"swap_session_{share}_swap_only"]
+    budget = {row["name"]: row["cells"]["budget"]["median"] for row in record["tables"]["bound"]["rows"]}
+    for peer in ("checkpoint_part_half", "checkpoint_selective_half"):
+        assert peak["checkpoint"] < peak[peer] <= budget["half, planned"]
+        assert step["swap_session_half"] < step[peer] < step["checkpoint"]
     changed = [bound for bound in record["bounds"] if bound["name"].endswith("losses changed")]
     assert len(changed) == sum(peer.ours for peer in peers(SimDevice()))
     assert all(bound["counted"] for bound in changed)

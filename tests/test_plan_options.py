@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from chameleon_mm.device.specs import spec_from_file
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools.adapters import Adapters, adapted
-from chameleon_mm.tools.blocks import Checkpointing
+from chameleon_mm.tools.blocks import TRIALS, Checkpointing, Survey, fullest
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.prediction import Way, predict, with_checkpointing
@@ -129,6 +131,7 @@ def test_a_row_of_an_image_model_has_no_length(tmp_path: Path, capsys: pytest.Ca
         (llama, Checkpointing()),
         (llama, Checkpointing(Fraction(3, 4))),
         (llama, Checkpointing(selective=True)),
+        (llama, Checkpointing(survey=Survey(), kept=frozenset({(0, 7), (1, 0), (1, 3), (3, 6)}))),
         (blocks, Checkpointing()),  # what it drops, it drops again
     ],
 )
@@ -172,6 +175,48 @@ def test_as_few_blocks_as_fit_are_checkpointed_and_selective_keeps_more_than_non
     selective, whole = ways(Checkpointing(selective=True), peaks[0]), ways(Checkpointing(), peaks[0])
     assert whole.peak_bytes < selective.peak_bytes < peaks[0]
     assert whole.step_us > selective.step_us
+    filled = ways(Checkpointing(survey=Survey()), selective.peak_bytes)
+    assert filled.name == selective.name
+    assert whole.peak_bytes < filled.peak_bytes <= selective.peak_bytes
+    assert filled.step_us <= selective.step_us
+
+
+def test_the_costliest_results_that_run_again_are_kept_first() -> None:
+    survey = Survey()
+    recorded(llama, checkpointed=Checkpointing(survey=survey))
+    levels = survey.levels()
+    attention, down = 3, 7  # of the eight products and attentions of a block, by their order
+    assert {number for _, number in survey.work} == set(range(8))
+    assert {number for _, number in survey.again} == set(range(8)) - {down}  # its result is saved nowhere
+    assert levels[0].kept == frozenset()
+    assert [next(iter(levels[n].kept - levels[n - 1].kept)) for n in range(1, 5)] == [(block, attention) for block in range(4)]
+    assert len(levels) == 1 + 4 * 7
+
+
+def tried(peaks: list[int], budget: int) -> list[int]:
+    """Levels that a search for the last one within `budget` tries, and its answer."""
+    levels: list[int] = []
+
+    def whole() -> Generator[int, int, None]:
+        levels.append((yield from fullest(len(peaks) - 1, budget, peaks[0])))
+
+    search = whole()
+    with suppress(StopIteration):
+        at = next(search)
+        while True:
+            levels.append(at)
+            at = search.send(peaks[at])
+    return levels
+
+
+def test_the_last_level_that_fits_is_found_and_what_is_found_fits() -> None:
+    for budget in range(2, 40):
+        *trials, found = tried([*range(3, 30, 2)], budget)
+        assert found == min(max(0, (budget - 3) // 2), 13)
+        assert len(trials) == len(set(trials)) <= TRIALS
+        for peaks in ([3, 3, 4, 9, 10, 30], [3, 20, 21, 22, 23, 24]):
+            found = tried(peaks, budget)[-1]
+            assert found == 0 or peaks[found] <= budget
 
 
 # --- shards

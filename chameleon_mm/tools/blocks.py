@@ -81,7 +81,7 @@ class Survey:
         return [Checkpointing(survey=self, kept=frozenset(order[:count])) for count in range(len(order) + 1)]
 
 
-TRIALS = 5
+TRIALS = 4
 """Levels that are tried at most."""
 
 

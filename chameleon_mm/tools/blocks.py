@@ -48,7 +48,7 @@ class Checkpointing:
     """Share of the blocks, evenly spread, the first among them."""
     selective: bool = False
     """True if a block keeps attention and every second product, as torchtitan's "selective op" does."""
-    survey: Survey | None = field(default=None, compare=False)
+    survey: Survey | None = None
     """Learns what `kept` may name, where nothing is kept."""
     kept: frozenset[tuple[int, int]] = frozenset()
     """Products and attentions that are kept: number of the block, number of the operator among those of the block's forward."""
@@ -65,7 +65,7 @@ def part_levels(blocks: int) -> list[Checkpointing]:
     return [Checkpointing(Fraction(count, blocks)) for count in range(blocks, 0, -1)]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Survey:
     """Products and attentions of checkpointed blocks, by number of the block and of the operator, as a step that kept none ran
     them."""

@@ -198,7 +198,7 @@ def test_pins_hold_in_a_trainer(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
 
-    rows = torch.randn(ROWS * 4, WIDTH, generator=torch.Generator().manual_seed(3))
+    rows: Any = torch.randn(ROWS * 4, WIDTH, generator=torch.Generator().manual_seed(3))
 
     def train(model: Noted, swap: Any) -> None:
         made = trainer(tmp_path, [] if swap is None else [swap], max_steps=4)

@@ -160,7 +160,7 @@ class _Surveyed(TorchDispatchMode):
     """Calls `note` with the number of each product and attention, and its work."""
 
     def __init__(self, note: Callable[[int, int], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self._note, self._count = note, 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

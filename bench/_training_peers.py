@@ -219,7 +219,10 @@ def _nothing(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Arou
 @contextmanager
 def _filled(device: Device, model: nn.Module, hbm_budget: int, *, selective: bool) -> Iterator[Around]:
     filling = _Filling(device, blocks_of(model.get_submodule("blocks")), hbm_budget, selective=selective)
-    yield Around(step=filling.step)
+    try:
+        yield Around(step=filling.step)
+    finally:
+        filling.undo()
 
 
 class _Filling:
@@ -227,7 +230,7 @@ class _Filling:
 
     def __init__(self, device: Device, blocks: list[nn.Module], hbm_budget: int, *, selective: bool) -> None:
         self._device, self._hbm_budget = device, hbm_budget
-        self._blocks, self._forwards = blocks, [block.forward for block in blocks]
+        self._blocks = blocks
         self._survey = Survey() if selective else None
         self._levels = [Checkpointing(survey=self._survey)]
         self._search: Generator[int, int, int] | None = None
@@ -265,9 +268,13 @@ class _Filling:
             self._search, at = None, end.value
         self._try(self._levels[at])
 
+    def undo(self) -> None:
+        """Give the blocks their own forwards again: those of a checkpoint hold the blocks in a cycle."""
+        for block in self._blocks:
+            vars(block).pop("forward", None)
+
     def _try(self, how: Checkpointing) -> None:
-        for block, forward in zip(self._blocks, self._forwards, strict=True):
-            block.forward = forward
+        self.undo()
         checkpoint_blocks(self._blocks, how, preserve_rng_state=True)
 
 

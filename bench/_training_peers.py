@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from chameleon_mm.api.save_on_cpu import save_on_cpu
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.tools.blocks import TRIALS, Checkpointing, Survey, blocks_of, checkpoint_blocks, fullest, part_levels
+from chameleon_mm.units import format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,13 @@ class Around:
 
 SHARES = {1 / 2: "half", 1 / 4: "quarter", 1 / 8: "eighth"}
 """Budgets to try, as shares of the activation memory of the run without swapping, with their names."""
+
+FILLED_SHARES = (1 / 2, 1 / 4)
+"""Budgets that are also filled by checkpointing: an eighth is less than it takes for every block."""
+
+FILLING_STEPS = 2 + TRIALS
+"""Steps in which a peer finds out what fills its budget: two with every block checkpointed, as the first makes the optimizer's
+state, then the trials."""
 
 UNPLANNED_SHARE = 1 / 4
 """Budget that is also tried without plans."""
@@ -79,6 +89,11 @@ class Peer:
     """Way in which the peer keeps its budget: `PLANNED`, `SWAP_ONLY` or `UNPLANNED`. None: it keeps no budget."""
 
     @property
+    def filling(self) -> bool:
+        """True if the peer finds out what fills its budget before its steps are steady."""
+        return self.share is not None and self.way is None
+
+    @property
     def planned(self) -> bool:
         """True if the peer records, plans and tries plans before its steps are steady."""
         return self.way in (PLANNED, SWAP_ONLY)
@@ -114,6 +129,7 @@ def peers(device: Device) -> tuple[Peer, ...]:
             over_run=_nothing,
             checkpointed=True,
         ),
+        *(_filling_peer(share, selective=selective) for share in FILLED_SHARES for selective in (False, True)),
         *(_session_peer(share, way) for share in SHARES for way in (PLANNED, SWAP_ONLY)),
         _session_peer(UNPLANNED_SHARE, UNPLANNED),
         Peer(
@@ -183,9 +199,83 @@ def _session_peer(share: float, way: str) -> Peer:
     )
 
 
+def _filling_peer(share: float, *, selective: bool) -> Peer:
+    name = SHARES[share]
+    what = "every block, which keeps products and attentions: as many" if selective else "as few blocks"
+    return Peer(
+        key=f"checkpoint_{'selective' if selective else 'part'}_{name}",
+        name=f"{name}, {'selective' if selective else 'some blocks'}",
+        note=f"torch.utils.checkpoint of {what} as a budget allows that leaves a {name} of the unswapped activation memory",
+        over_run=partial(_filled, selective=selective),
+        share=share,
+    )
+
+
 @contextmanager
 def _nothing(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
     yield Around()
+
+
+@contextmanager
+def _filled(device: Device, model: nn.Module, hbm_budget: int, *, selective: bool) -> Iterator[Around]:
+    filling = _Filling(device, blocks_of(model.get_submodule("blocks")), hbm_budget, selective=selective)
+    try:
+        yield Around(step=filling.step)
+    finally:
+        filling.undo()
+
+
+class _Filling:
+    """Checkpointing that fills a budget: tries a level in each of the first steps, then keeps the last that fits."""
+
+    def __init__(self, device: Device, blocks: list[nn.Module], hbm_budget: int, *, selective: bool) -> None:
+        self._device, self._hbm_budget = device, hbm_budget
+        self._blocks = blocks
+        self._survey = Survey() if selective else None
+        self._levels = [Checkpointing(survey=self._survey)]
+        self._search: Generator[int, int, int] | None = None
+        self._steps = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of one step. Raises `InfeasibleBudget` after the second if the budget is too small for any level."""
+        if self._steps == 0:
+            self._try(self._levels[0])
+        if self._steps <= FILLING_STEPS:
+            self._device.reset_peaks()
+        yield
+        self._steps += 1
+        if 1 < self._steps <= FILLING_STEPS:
+            self._device.synchronize()
+            self._next(self._device.peak_allocated_bytes())
+
+    def _next(self, peak_bytes: int) -> None:
+        """Choose the level of the next step, once that of this one took so much."""
+        try:
+            if self._search is not None:
+                at = self._search.send(peak_bytes)
+            elif self._steps == 2:
+                if peak_bytes > self._hbm_budget:
+                    raise InfeasibleBudget(
+                        f"with every block checkpointed the step takes {format_size(peak_bytes)}, more than the budget"
+                    )
+                self._levels = part_levels(len(self._blocks)) if self._survey is None else self._survey.levels()
+                self._search = fullest(len(self._levels) - 1, self._hbm_budget, peak_bytes)
+                at = next(self._search)
+            else:
+                return
+        except StopIteration as end:
+            self._search, at = None, end.value
+        self._try(self._levels[at])
+
+    def undo(self) -> None:
+        """Give the blocks their own forwards again: those of a checkpoint hold the blocks in a cycle."""
+        for block in self._blocks:
+            vars(block).pop("forward", None)
+
+    def _try(self, how: Checkpointing) -> None:
+        self.undo()
+        checkpoint_blocks(self._blocks, how, preserve_rng_state=True)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._measure import free_unused
 from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.bench._training_models import Workload
-from chameleon_mm.bench._training_peers import Peer
+from chameleon_mm.bench._training_peers import FILLING_STEPS, Peer
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.errors import InfeasibleBudget
@@ -112,7 +112,7 @@ def planned_warmup_steps(device: Device) -> int:
 def warmup_steps(peer: Peer, device: Device) -> int:
     """Number of steps of `peer` that do not count. The reference makes as many as any other peer."""
     if not peer.planned and peer.key != "no_swap":
-        return WARMUP_STEPS
+        return FILLING_STEPS + 1 if peer.filling else WARMUP_STEPS
     return planned_warmup_steps(device)
 
 

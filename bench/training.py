@@ -140,7 +140,7 @@ class Comparison:
         if peer.planned:
             add_planned(self._planned, peer.name, peer.key, outcome, baseline)
             add_classes(self._classes, peer.name, peer.key, outcome)
-        if peer.share is not None:
+        if peer.way is not None and peer.share is not None:
             # A peer that keeps a budget without a plan has recorded no step: T* is of the swap-only peer with that budget.
             planned = outcome if peer.planned else self._outcomes[session_key(peer.share, SWAP_ONLY)]
             checkpointed = self._outcomes["checkpoint"]

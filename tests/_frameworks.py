@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -22,6 +23,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import chameleon_mm as cm
 from chameleon_mm.state.parameter_swap import plain_parts
 from tests._plain_training import Outcome, differences, image
+from tests._random_models import far_ahead
+from tests.test_pins import BLOCKS, acts, blocks, dropped_modules
 
 STEPS = 20
 
@@ -90,6 +93,52 @@ def check_callback(callback: Callable[..., Any], train: Callable[[Any], Outcome]
         return train(swap), swap.report()
 
     check_same(train(None), swapped, budget_kib)
+
+
+KEEP, NEVER_RECOMPUTE = ["*3.act"], ["*.down"]
+"""Pins of a model of `blocks()`, under whatever name a framework's module has for it."""
+
+
+class Noted(nn.Module):
+    """`blocks()` with their loss. After each forward it notes the blocks whose activation's input is on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.blocks = blocks()
+        self.there: list[set[int]] = []
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.blocks(x)
+        self.there.append({number for number, act in enumerate(acts(self)) if act.is_there})
+        return {"loss": out.square().mean()}
+
+
+def check_pins(callback: Callable[..., Any], train: Callable[[Noted, Any], None], budget: str) -> None:
+    """What a callback's pins name stays on the device, or is never recomputed, and neither without them; a pin that names
+    nothing is an error."""
+
+    def trained(**pins: Any) -> tuple[list[set[int]], set[str], Outcome]:
+        model, swap = Noted(), callback(**swapping(budget, device=far_ahead(), min_bytes="16KiB", **pins))
+        train(model, swap)
+        weights = {name: image(p) for name, p in model.named_parameters()}
+        return model.there, dropped_modules(swap.attachment.session), weights
+
+    there, dropped, weights = trained(keep=KEEP, never_recompute=NEVER_RECOMPUTE)
+    assert all(3 in noted and len(noted) < BLOCKS for noted in there), there
+    assert not any(name.endswith(".down") for name in dropped), dropped
+    loose, loosely_dropped, same = trained()
+    assert not all(3 in noted for noted in loose), "it would have stayed anyway"
+    assert any(name.endswith(".down") for name in loosely_dropped), loosely_dropped
+    plain = Noted()
+    train(plain, None)
+    expected = {name: image(p) for name, p in plain.named_parameters()}
+    assert differences(expected, weights) == differences(expected, same) == []
+    for option in ("keep", "never_recompute"):
+        with pytest.raises(
+            ValueError, match=rf"{option}: expected a pin that names a module .*'\*.atc', .* near names: .*\.act"
+        ):
+            train(Noted(), callback(**swapping(budget, **{option: ["*.atc"]})))
 
 
 def check_loop(train: Callable[[str | None], tuple[Outcome, Any]], budget_kib: int, steps: int = STEPS) -> cm.SwapReport:

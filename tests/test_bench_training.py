@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.tools.cli import main
 from chameleon_mm.units import GIB
 from tests._fakes import CountingDevice, UnsimulatedDevice
+from tests._plain_training import image
 
 CPU = torch.device("cpu")
 SHAPE = Shape(layers=2, width=32, heads=4, ffn=96, seq=16, batch=2, dtype="float32")
@@ -213,6 +216,8 @@ def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     assert list(cells) == [peer.key for peer in peers(SimDevice())]
     for peer in LIBRARIES:
         assert all(cell["waived"].startswith("needs CUDA: ") for cell in cells.pop(peer).values())
+    for peer in ("checkpoint_part_quarter", "checkpoint_selective_quarter"):  # one block alone takes as much
+        assert "with every block checkpointed the step takes" in cells.pop(peer)["step_ms"]["waived"]
     for peer in PLANNING[4:]:  # an eighth of so few blocks is less than one of them needs at once
         assert {cell["waived"] for cell in cells.pop(peer).values()} == {NO_PLAN}
     for peer, row in cells.items():
@@ -228,6 +233,10 @@ def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     step = {peer: row["ratio"]["median"] for peer, row in cells.items()}
     for share in ("half", "quarter"):
         assert step[f"swap_session_{share}"] < step["checkpoint"] < step[f"swap_session_{share}_swap_only"]
+    budget = {row["name"]: row["cells"]["budget"]["median"] for row in record["tables"]["bound"]["rows"]}
+    for peer in ("checkpoint_part_half", "checkpoint_selective_half"):
+        assert peak["checkpoint"] < peak[peer] <= budget["half, planned"]
+        assert step["swap_session_half"] < step[peer] < step["checkpoint"]
     changed = [bound for bound in record["bounds"] if bound["name"].endswith("losses changed")]
     assert len(changed) == sum(peer.ours for peer in peers(SimDevice()))
     assert all(bound["counted"] for bound in changed)
@@ -479,6 +488,39 @@ def test_checkpointing_changes_no_bit_and_is_of_every_block_or_none(name: str) -
     if name in OTHERS:
         wrapped = [sum(isinstance(module, Checkpointed) for module in model.modules()) for model in (plain, again)]
         assert wrapped == [0, 6 if name == "resnet" else 2]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "video-dit" else pytest.mark.slow) for n in FAMILIES])
+def test_a_session_trains_each_family_with_plain_pytorchs_bits(name: str, sim: SimDevice) -> None:
+    def train(session: Callable[[nn.Module], SwapSession] | None) -> tuple[list[Any], SwapSession | None]:
+        torch.manual_seed(0)
+        model, loss_of = FAMILIES[name].make(CPU, False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        seen, entered = [], None if session is None else session(model)
+        with entered or nullcontext():
+            for _ in range(5):
+                with entered.step() if entered is not None else nullcontext():
+                    loss = loss_of(*FAMILIES[name].batch(CPU))
+                    loss.backward()
+                    seen += [image(loss), *(image(p.grad) for p in model.parameters() if p.grad is not None)]
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [*seen, *map(image, [*model.state_dict().values(), torch.get_rng_state()])], entered
+
+    with sim.compute():
+        roomy = train(lambda model: SwapSession(sim.capacity, device=sim, model=model, min_bytes=1024))[1]
+        assert roomy is not None
+        peak = max(step.peak_hbm_bytes for step in roomy.report().step_figures[2:])
+        sim.reset_peaks()
+    expected, _ = train(None)
+    with sim.compute():
+        seen, session = train(lambda model: SwapSession(int(0.85 * peak), device=sim, model=model, min_bytes=1024))
+    assert session is not None
+    report = session.report()
+    assert seen == expected
+    assert report.bytes_swapped_out + report.bytes_recomputed > 0
+    assert report.plan_cache_hits > 0
+    assert max(step.peak_hbm_bytes for step in report.step_figures) <= report.hbm_budget_bytes
 
 
 def test_compiled_blocks_are_predicted_by_each_way_within_each_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import chameleon_mm as cm
-from tests._frameworks import STEPS, Seen, check_callback, check_loop, check_nothing_left, swapping
+from tests._frameworks import STEPS, Noted, Seen, check_callback, check_loop, check_nothing_left, check_pins, swapping
 from tests._plain_models import RESNET
 from tests._plain_training import Outcome
+from tests.test_pins import ROWS, WIDTH
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -197,6 +198,29 @@ def test_fabric_gives_the_same_bits(precision: str) -> None:
         return seen.finish_attached(swap, net, optimizer)
 
     check_loop(train, 480)
+
+
+@pytest.mark.ci
+def test_pins_hold_in_a_trainer(tmp_path: Path) -> None:
+    class Blocks(LightningModule):  # type: ignore[misc]  # mypy does not follow lightning
+        def __init__(self, net: Noted) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, x: Tensor, number: int) -> Tensor:
+            loss: Tensor = self.net(x)["loss"]
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+
+    rows: Any = torch.randn(ROWS * 4, WIDTH, generator=torch.Generator().manual_seed(3))
+
+    def train(model: Noted, swap: Any) -> None:
+        made = trainer(tmp_path, [] if swap is None else [swap], max_steps=4)
+        made.fit(Blocks(model), DataLoader(rows, batch_size=ROWS))
+
+    check_pins(SwapCallback, train, "2200KiB")
 
 
 class Kept(Logger):  # type: ignore[misc]  # mypy does not follow lightning

@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, Trai
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import chameleon_mm as cm
-from tests._frameworks import STEPS, Seen, check_callback, check_nothing_left, swapping
+from tests._frameworks import STEPS, Noted, Seen, check_callback, check_nothing_left, check_pins, swapping
 from tests._plain_models import BERT, MIXTRAL, VOCABULARY, llama
 from tests._plain_training import Outcome, differences
+from tests.test_pins import ROWS, WIDTH
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -149,6 +150,17 @@ def test_a_compiled_model_gives_the_same_bits(tmp_path: Path) -> None:
     assert differences(plain, train(swap)) == []
     assert swap.report().steps == 4
     assert swap.report().bytes_swapped_out > 0
+
+
+@pytest.mark.ci
+def test_pins_hold_in_a_trainer(tmp_path: Path) -> None:
+    rows = [{"x": row} for row in torch.randn(ROWS * 4, WIDTH, generator=torch.Generator().manual_seed(3))]
+
+    def train(model: Noted, swap: Any) -> None:
+        args = TrainingArguments(**settings(tmp_path, max_steps=4, per_device_train_batch_size=ROWS, logging_strategy="no"))
+        Trainer(model, args, train_dataset=rows, callbacks=[] if swap is None else [swap]).train()
+
+    check_pins(SwapCallback, train, "2200KiB")
 
 
 # --- TRL

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.process import ThisProcess
-from chameleon_mm.state import hosted
+from chameleon_mm.state import hosted, parameter_swap
 from chameleon_mm.state import parameter_watch as watch
 from chameleon_mm.state.hosted import HostedStorage, Where
-from chameleon_mm.state.parameter_swap import ParameterSwap
+from chameleon_mm.state.parameter_swap import ParameterSwap, plain_parts
 from chameleon_mm.units import KIB, MIB
 from tests._ordering import SLOW_LINK
 from tests._parameter_programs import OPTIMIZERS, PROGRAMS, WIDTH, Make, Plain, Swapped, go_on, mlp, train
@@ -418,6 +418,80 @@ def test_parameters_that_somebody_else_shards_are_refused(device: Device) -> Non
         match=r"expected plain tensors, .* got TwoTensor for weight, which is trained, or which somebody else shards",
     ):
         cm.SwapSession("1GiB", device=device, model=model, parameters="swap")
+
+
+class Packed(nn.Module):
+    """Frozen bytes as a quantised layer packs them, and a scale that is trained. It notes where its kernel reads them."""
+
+    def __init__(self, packed: Tensor) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.read_at: list[list[tuple[int, int, tuple[int, ...]]]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Any = self.packed
+        parts = [whole.a, whole.b] if hasattr(whole, "a") else [whole]
+        with torch._C.DisableTorchFunction():  # as a kernel does: code that asks in sight may write, and is no kernel
+            assert all(part.untyped_storage().nbytes() for part in parts)
+            self.read_at.append([(part.data_ptr() % ALIGNED, part.storage_offset(), part.stride()) for part in parts])
+        weight = sum(part.view(torch.int8)[: WIDTH * WIDTH].float().view(WIDTH, WIDTH) for part in parts) / 128
+        out: Tensor = torch.tanh(self.scale * (x @ cast(Tensor, weight)))
+        return out
+
+
+ALIGNED = 64
+"""Bytes by which any storage is aligned that torch allocates, on a CPU and on a GPU."""
+
+
+def packed_layers(device: torch.device) -> nn.Module:
+    """Two weights in one storage, the other not aligned; one inside of its own; one of a wrapper subclass; plain ones."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    torch.manual_seed(0)
+    size = WIDTH * WIDTH
+
+    def packed(size: int) -> Tensor:
+        return torch.randint(256, (size,), dtype=torch.uint8).to(device)
+
+    pair, third = packed(2 * size + 7), packed(3 * size)
+    wrapped = TwoTensor(packed(size), packed(size + 3)[:size])
+    weights = [pair[:size], pair[size + 7 :], third[size : 2 * size], wrapped, *(packed(size) for _ in range(4))]
+    return nn.Sequential(*map(Packed, weights)).to(device)
+
+
+def test_packed_weights_come_back_at_the_alignment_that_they_left_and_leave_once(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of packed weights load many bytes at once, from addresses that they do not check."""
+    monkeypatch.setattr(parameter_swap, "WINDOW_SHARE", 0.0)  # room for the fewest weights
+
+    def trained(**given: Any) -> tuple[list[Tensor], list[Any], int, Any]:
+        model: Any = packed_layers(device.torch_device)
+        frozen = {s._cdata: s.nbytes() for layer in model for t in plain_parts(layer.packed) for s in [t.untyped_storage()]}
+        seen, handle = [], None
+        if given:
+            handle = cm.attach(model, hbm_budget=device.allocated_bytes() + 256 * KIB, device=device, **given)
+        for step in range(4):
+            torch.manual_seed(step)
+            loss = model(torch.randn(WIDTH, WIDTH).to(device.torch_device)).square().mean()
+            loss.backward()
+            seen += [loss.detach().cpu(), *(p.grad.cpu().clone() for p in model.parameters() if p.grad is not None)]
+            model.zero_grad()
+        if handle is not None:
+            handle.detach()
+        return seen, [layer.read_at for layer in model], sum(frozen.values()), handle
+
+    expected, at, nbytes, _ = trained()
+    with device.compute():
+        seen, at_then, _, handle = trained(host_budget="8MiB", parameters="swap")
+    assert same(expected, seen)
+    assert at_then == at
+    assert len({address for layer in at for address, _, _ in layer[0]}) == 2
+    assert len({offset for layer in at for _, offset, _ in layer[0]}) == 3
+    report = handle.report()
+    assert report.parameter_bytes_swapped_in > 2 * nbytes
+    assert report.parameter_bytes_swapped_out == nbytes
 
 
 def test_a_forked_child_is_told_that_it_cannot_read_them(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -362,34 +362,51 @@ def test_a_callback_refuses_what_is_no_pin_as_it_is_made() -> None:
 
 
 SCRIPT = """
-import torch
+import json, weakref, torch
 model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6)))
+saved = {}
+for name, module in model.named_modules():
+    if name.endswith(".1"):
+        module.register_forward_pre_hook(lambda _, x, name=name: saved.update({name: weakref.ref(x[0].untyped_storage())}))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+there = []
 for _ in range(4):
-    model(torch.randn(1024, 256)).square().mean().backward()
+    loss = model(torch.randn(1024, 256)).square().mean()
+    there.append([name for name, ref in saved.items() if (storage := ref()) is not None and storage.nbytes()])
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-print("ended")
+print(json.dumps(there))
 """
 
 
 @pytest.mark.ci
 def test_the_command_pins_by_patterns(tmp_path: Path) -> None:
+    """What modules 1 and 3.1 save stays, and of the rest nothing is recomputed; without pins it leaves, or is recomputed."""
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    usual = ["--hbm-budget", "9MiB", "--report", "report.json"]
+    usual = ["--hbm-budget", "9MiB", "--min-bytes", "256KiB"]
     cases = {
-        "pinned": [*usual, "--keep", "1", "--keep", "3.?", "--never-recompute", "*.1", "script.py"],
-        "wrong": ["--keep", "1", "--keep", "7", "script.py"],
+        "pinned": [*usual, "--report", "pinned.json", "--keep", "1", "--keep", "3.?", "--never-recompute", "*", "script.py"],
+        "loose": [*usual, "--report", "loose.json", "script.py"],
+        "wrong": ["--keep", "1", "--never-recompute", "4.11", "script.py"],
         "misspelt": ["--keeps", "1", "script.py"],
     }
     ended = runs(cases, tmp_path, tmp_path / "notes")
-    assert (ended["pinned"].code, ended["pinned"].out) == (0, "ended\n"), ended["pinned"].err
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["pins"]["keep"], report["pins"]["never_recompute"]) == (["1", "3.?"], ["*.1"])
-    assert report["pins"]["kept_bytes"] >= 2 << 20
-    assert report["bytes_swapped_out"] > 0
-    assert ended["wrong"].code == 1
-    assert "ended" not in ended["wrong"].out
-    assert "keep: expected a pin that names a module of the model, got '7', which names none" in ended["wrong"].err
+    there, reports = {}, {}
+    for name in ("pinned", "loose"):
+        assert ended[name].code == 0, ended[name].err
+        there[name], reports[name] = json.loads(ended[name].out), json.loads((tmp_path / f"{name}.json").read_text())
+        assert reports[name]["bytes_swapped_out"] > 0
+    assert all({"1.1", "3.1"} <= {*names} and len(names) < 6 for names in there["pinned"]), there
+    assert not all({"1.1", "3.1"} <= {*names} for names in there["loose"]), there
+    pins = reports["pinned"]["pins"]
+    assert (pins["keep"], pins["never_recompute"]) == (["1", "3.?"], ["*"])
+    assert pins["kept_bytes"] >= 2 << 20
+    assert reports["pinned"]["recomputed"] == 0 < reports["loose"]["recomputed"]
+    assert (ended["wrong"].code, ended["wrong"].out) == (1, "")
+    assert (
+        "never_recompute: expected a pin that names a module of the model, got '4.11', which names none" in ended["wrong"].err
+    )
+    assert "near names: 4.1\n" in ended["wrong"].err
     assert ended["misspelt"].code == 2
     assert "did you mean --keep?" in ended["misspelt"].err

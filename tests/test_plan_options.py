@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from contextlib import suppress
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.pool import host_memory
 from chameleon_mm.tools.adapters import Adapters, adapted
-from chameleon_mm.tools.blocks import Checkpointing
+from chameleon_mm.tools.blocks import TRIALS, Checkpointing, Survey, fullest
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.prediction import Way, predict, with_checkpointing
@@ -130,6 +133,7 @@ def test_a_row_of_an_image_model_has_no_length(tmp_path: Path, capsys: pytest.Ca
         (llama, Checkpointing()),
         (llama, Checkpointing(Fraction(3, 4))),
         (llama, Checkpointing(selective=True)),
+        (llama, Checkpointing(survey=Survey(), kept=frozenset({(0, 7), (1, 0), (1, 3), (3, 6)}))),
         (blocks, Checkpointing()),  # what it drops, it drops again
     ],
 )
@@ -158,14 +162,12 @@ def test_it_is_what_a_user_gets_who_checkpoints_each_block() -> None:
 
 
 def test_as_few_blocks_as_fit_are_checkpointed_and_selective_keeps_more_than_none() -> None:
-    def ways(how: Checkpointing | None, budget: int) -> Way:
-        step = recorded(llama)
-        prediction = predict(step, H200, budget, None)
-        return with_checkpointing(prediction, how, lambda how: recorded(llama, checkpointed=how)).ways[-1]
+    step = cache(lambda how: recorded(llama, checkpointed=how))
 
-    peaks = [
-        peak_memory(recorded(llama, checkpointed=Checkpointing(Fraction(n, 4)) if n else None).trace).nbytes for n in range(5)
-    ]
+    def ways(how: Checkpointing | None, budget: int) -> Way:
+        return with_checkpointing(predict(step(None), H200, budget, None), how, step).ways[-1]
+
+    peaks = [peak_memory(step(Checkpointing(Fraction(n, 4)) if n else None).trace).nbytes for n in range(5)]
     assert sorted(peaks, reverse=True) == peaks
     for count in (1, 2, 3):  # all four need as much as three: the last block's own, in backward
         fitting = ways(None, peaks[count])
@@ -173,6 +175,48 @@ def test_as_few_blocks_as_fit_are_checkpointed_and_selective_keeps_more_than_non
     selective, whole = ways(Checkpointing(selective=True), peaks[0]), ways(Checkpointing(), peaks[0])
     assert whole.peak_bytes < selective.peak_bytes < peaks[0]
     assert whole.step_us > selective.step_us
+    filled = ways(Checkpointing(survey=Survey()), selective.peak_bytes)
+    assert filled.name == selective.name
+    assert whole.peak_bytes <= filled.peak_bytes <= selective.peak_bytes
+    assert filled.step_us < whole.step_us
+
+
+def test_the_costliest_results_that_run_again_are_kept_first() -> None:
+    survey = Survey()
+    recorded(llama, checkpointed=Checkpointing(survey=survey))
+    levels = survey.levels()
+    attention, down = 3, 7  # of the eight products and attentions of a block, by their order
+    assert {number for _, number in survey.work} == set(range(8))
+    assert {number for _, number in survey.again} == set(range(8)) - {down}  # its result is saved nowhere
+    assert levels[0].kept == frozenset()
+    assert [next(iter(levels[n].kept - levels[n - 1].kept)) for n in range(1, 5)] == [(block, attention) for block in range(4)]
+    assert len(levels) == 1 + 4 * 7
+
+
+def tried(peaks: list[int], budget: int) -> list[int]:
+    """Levels that a search for the last one within `budget` tries, and its answer."""
+    levels: list[int] = []
+
+    def whole() -> Generator[int, int, None]:
+        levels.append((yield from fullest(len(peaks) - 1, budget, peaks[0])))
+
+    search = whole()
+    with suppress(StopIteration):
+        at = next(search)
+        while True:
+            levels.append(at)
+            at = search.send(peaks[at])
+    return levels
+
+
+def test_the_last_level_that_fits_is_found_and_what_is_found_fits() -> None:
+    for budget in range(2, 40):
+        *trials, found = tried([*range(3, 30, 2)], budget)
+        assert found == min(max(0, (budget - 3) // 2), 13)
+        assert len(trials) == len(set(trials)) <= TRIALS
+        for peaks in ([3, 3, 4, 9, 10, 30], [3, 20, 21, 22, 23, 24]):
+            found = tried(peaks, budget)[-1]
+            assert found == 0 or peaks[found] <= budget
 
 
 # --- shards

@@ -109,6 +109,30 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
     assert not missing
 
 
+def test_every_test_that_a_page_names_exists_and_every_row_of_what_was_run_names_one() -> None:
+    """A name is `test_file.py`, `test_file.py::test_name`, or `::test_name` of the file that was named last."""
+    defined = {
+        path.name: {*re.findall(r"^ *def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE)}
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    missing, named, file = [], 0, ""
+    for page in (*PAGES, *EXAMPLE_PAGES):
+        for given, name in re.findall(
+            r"`(?:tests/(?:\w+/)*)?(test_\w+\.py)?(?:::(test_\w+))?`", page.read_text(encoding="utf-8")
+        ):
+            file, named = given or file, named + bool(given or name)
+            if (given or name) and (file not in defined or (name and name not in defined[file])):
+                missing.append(f"{page.name}: {given}::{name}")
+    assert missing == []
+    assert named > 100
+    ran = (ROOT / "docs/integrations.md").read_text(encoding="utf-8").partition("\n## What it was run with\n")[2]
+    rows = [
+        row for table in re.findall(r"^\|.* test \|\n\|[-|]+\n((?:\|.*\n)+)", ran, re.MULTILINE) for row in table.splitlines()
+    ]
+    assert len(rows) > 20
+    assert [row for row in rows if not re.search(r"::test_\w+` \|$|\| the same \|$", row)] == []
+
+
 def test_every_page_of_the_docs_is_on_the_site_and_in_one_place() -> None:
     pages = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(pages) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))

@@ -23,7 +23,7 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.files import write_file
 from chameleon_mm.plan.rule import DefaultRule
 from chameleon_mm.tools.adapters import adapted, parse_adapters
-from chameleon_mm.tools.blocks import Checkpointing
+from chameleon_mm.tools.blocks import Checkpointing, Survey
 from chameleon_mm.tools.hub_models import hugging_face
 from chameleon_mm.tools.largest import largest, say
 from chameleon_mm.tools.outputs import print_line, tell_written
@@ -132,7 +132,7 @@ def _shards(text: str) -> Shards:
 
 
 def _checkpointing(text: str) -> Checkpointing:
-    return Checkpointing(selective=True) if text == "selective" else Checkpointing(Fraction(1, int(text)))
+    return Checkpointing(survey=Survey()) if text == "selective" else Checkpointing(Fraction(1, int(text)))
 
 
 def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -41,7 +39,7 @@ from chameleon_mm.plan.timing import COUNTED_ON, LinkCost
 from chameleon_mm.plan.trace import StepPhase, Trace
 from chameleon_mm.plan.unswapped_memory import KIND_NAMES, Peak, full_recomputation, least_memory, peak_memory, sum_over_time
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
-from chameleon_mm.tools.blocks import Checkpointing
+from chameleon_mm.tools.blocks import Checkpointing, fullest, part_levels
 from chameleon_mm.tools.outputs import print_line, print_table
 from chameleon_mm.tools.step_on_shapes import RecordedStep
 from chameleon_mm.units import allocated_size, format_size, format_size_up, format_us, parse_size
@@ -403,17 +401,24 @@ def with_checkpointing(
 ) -> Prediction:
     """Replace the estimated full recomputation by a recorded way: the same step with torch's checkpointing of its blocks.
 
-    how: None: as few blocks as the budget needs, or all. recorded: function that records the step.
+    how: None: as few of the blocks as keep within the budget, or all; with a survey: all, which keep of their products and
+    attentions what the budget has room for. recorded: records the step.
     """
 
-    def within(some: Checkpointing) -> bool:
-        return peak_memory(recorded(some).trace).nbytes <= prediction.hbm_budget_bytes
+    def peak_bytes(some: Checkpointing) -> int:
+        return peak_memory(recorded(some).trace).nbytes
 
     recorded, unswapped = cache(recorded), prediction.ways[0]
-    if how is None:
-        blocks = len(prediction.step.gathered) - 1
-        counts = [Checkpointing(Fraction(count, blocks)) for count in range(1, blocks + 1)]
-        how = counts[min(bisect_left(counts, True, key=within), blocks - 1)]
+    if how is None or how.survey is not None:
+        least_bytes = peak_bytes(how or Checkpointing())
+        levels = part_levels(len(prediction.step.gathered) - 1) if how is None or how.survey is None else how.survey.levels()
+        search = fullest(len(levels) - 1, prediction.hbm_budget_bytes, least_bytes)
+        try:
+            at = next(search)
+            while True:
+                at = search.send(peak_bytes(levels[at]))
+        except StopIteration as end:
+            how = levels[end.value]
     trace = recorded(how).trace
     again_us = trace.duration_us - unswapped.step_us
     way = Way(name=how.name, peak_bytes=peak_memory(trace).nbytes, step_us=trace.duration_us, recompute_us=max(0.0, again_us))

@@ -30,7 +30,7 @@ from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.state.optimizer_swap import STATE_PER_PARAMETER, alone, buckets_of, raw_step
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
-from chameleon_mm.tools.blocks import Checkpointing, checkpoint_blocks, groups_of
+from chameleon_mm.tools.blocks import Checkpointing, blocks_of, checkpoint_blocks, groups_of
 from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, ShapesAlone, ValuesReadAsZero, gpu_autocast
 from chameleon_mm.tools.workload import Build, ModelUnusable, Workload, told_as
 
@@ -183,7 +183,7 @@ class TrainingStep:
 
             self.notes = compile_blocks(self.model, activation_memory_budget=compiled)
         if checkpointed is not None:
-            checkpoint_blocks(self.model, checkpointed)
+            checkpoint_blocks(blocks_of(self.model), checkpointed)
         self.optimizers = _optimizers(optimizer, trained)
         if started and self.optimizers:
             for parameter in trained:

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--checkpointing", nargs="?", const="1", metavar="N|fit|selective",
         help="show torch's checkpointing beside the plan: of each block, of every N-th, of as few as fit the budget, or of "
-        "each, keeping attention and every second product",
+        "each, keeping as many products and attentions as fit",
     )  # fmt: skip
     more = parser.add_argument_group("a session that swaps more than activations")
     state = "the optimizer's state is on the host between its steps, as with SwapSession(optimizer=...)"

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ from chameleon_mm.swap.recipe import Proof, Recipe, Refusal, Reliance, Source, b
 from chameleon_mm.swap.recipe_runner import RecipeRunner, Restore
 from chameleon_mm.swap.saved_storage import SavedStorage
 
+if TYPE_CHECKING:
+    from chameleon_mm.swap.director import Director
+
 # --- Parameters that keep their size during a step. A sharded model frees its parameters and fetches them again
 
 
@@ -55,13 +58,6 @@ class ParameterSizes:
         """Storages that this step's recipes may read, but that no earlier step saw keep their size: with their sizes, by id."""
         self._stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._change: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def keeps_its_size(self, value: Value) -> bool:
-        """True if the storage of `value`, a parameter, kept its size in an earlier step."""
-        storage = value.storage()
-        if storage is None:
-            return False
-        return self.note(storage)
 
     def note(self, storage: torch.UntypedStorage) -> bool:
         """Note a parameter's storage in a watched or recorded step. Returns True if the storage kept its size in an earlier
@@ -94,18 +90,6 @@ class ParameterSizes:
 
 ATTEMPTS = 4
 """Number of steps that may fail to drop a storage for a temporary reason. After that the storage is not recomputed."""
-
-
-class Followed(Protocol):
-    """Interface of the object that knows which plan the running step follows."""
-
-    @property
-    def recompute(self) -> RecomputePlan | None:
-        """Recomputation part of the plan that the step seems to follow; None: nothing is recomputed."""
-
-    @property
-    def may_recompute(self) -> bool:
-        """True if the step may follow a plan that recomputes a storage."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -186,13 +170,10 @@ class Recomputing:
         reliance_ended: Callable[[Reliance], None],
     ) -> None:
         """`reliance_ended`: callback `ended` for each `Reliance`."""
-        self._device = device
-        self._reliance_ended = reliance_ended
-        self._streams = streams
-        self._metrics = metrics
-        self._recipe_runner = recipe_runner
+        self._device, self._streams, self._metrics = device, streams, metrics
+        self._recipe_runner, self._reliance_ended = recipe_runner, reliance_ended
         self._plan: RecomputePlan | None = None
-        self._followed: Followed | None = None
+        self._followed: Director | None = None
         self._is_untypical = False
         """True if the step takes another time than any plan predicts."""
         self.watch: AnyWatch | None = None
@@ -212,7 +193,7 @@ class Recomputing:
 
     # --- the step
 
-    def begin(self, followed: Followed, before_write: Callable[[Value], None] | None) -> AnyWatch | None:
+    def begin(self, followed: Director, before_write: Callable[[Value], None] | None) -> AnyWatch | None:
         """Begin a step. `followed` names the plan at each hook. Returns the watch of the step's forward. Without `before_write`
         it returns None, and the step recomputes nothing."""
         if self._followed is not None:  # the previous step did not end
@@ -450,8 +431,8 @@ class Recomputing:
         """Return a source for bytes that autograd saved or that are held for recipes, or None."""
         holder = None if value.claim is None else value.claim()
         if isinstance(holder, KeptTensor):
-            t = holder.tensor
-            return self._held_itself(value, t, is_saved=True) if holder.tensor._version == holder.expected else None
+            is_unwritten = holder.tensor._version == holder.expected
+            return self._held_itself(value, holder.tensor, is_saved=True) if is_unwritten else None
         if not isinstance(holder, Claim):
             return None
         saved = holder.saved
@@ -480,7 +461,7 @@ class Recomputing:
             return known[1]
         stream = self._streams.current()
         root = t if t._base is None else t._base
-        stays = value.call is not None or not isinstance(root, Parameter) or self._parameters.keeps_its_size(value)
+        stays = value.call is not None or not isinstance(root, Parameter) or self._parameters.note(storage)
         if value.nbytes > COPIED_BYTES and not stays:
             self._obstacle = Refusal("a parameter that no step has seen keep its size", lasts=False)
             return None

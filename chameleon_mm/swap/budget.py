@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from chameleon_mm.swap.reclaim import Lending, Reclaimable, ReclaimQueue
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
 from chameleon_mm.units import allocated_size, format_size, is_auto, parse_budget, share_of
+
+if TYPE_CHECKING:
+    from chameleon_mm.swap.swap_outs import SwapOuts
 
 # --- Budget of a session, as the user writes it
 
@@ -108,16 +111,6 @@ _Made = TypeVar("_Made")
 _NO_BOUND = 1 << 62
 
 
-class PendingSwapOuts(Protocol):
-    """Interface of the object that swaps saved storages out."""
-
-    def pack_small(self) -> None:
-        """Swap out the small storages that wait to be packed."""
-
-    def is_over(self, saved: SavedStorage) -> bool:
-        """True if the operator that saved `saved` last is over."""
-
-
 def swap_out_now(saved: SavedStorage) -> None:
     """Swap a storage out to pinned memory, or to pageable memory if none can be pinned. Reclaim its device memory at once.
     Raises `TransferFailed`, or `HostMemoryExhausted` if the host has no memory of either kind."""
@@ -139,7 +132,7 @@ class Budget:
         metrics: Metrics,
         *,
         storages: Callable[[], Iterable[SavedStorage]],
-        swap_outs: Callable[[], PendingSwapOuts | None],
+        swap_outs: Callable[[], SwapOuts | None],
     ) -> None:
         """`storages()`: all claimed storages. `swap_outs()`: the object that swaps storages out, or None once it is freed."""
         self.reclaim = ReclaimQueue()
@@ -159,12 +152,8 @@ class Budget:
         0. The reader sets it to 0."""
         self.peak_watch = PeakWatch(0)
         """Watch of the memory peak since the step began, or since another moment that its owner chose."""
-        self._device = device
-        self._limits = limits
-        self._order = order
-        self._metrics = metrics
-        self._storages = storages
-        self._swap_outs = swap_outs
+        self._device, self._limits, self._order, self._metrics = device, limits, order, metrics
+        self._storages, self._swap_outs = storages, swap_outs
         self._cumulative: int | None = None
         """Cumulative bytes at the last check of this step."""
         self._cumulative_at_begin: int | None = None
@@ -291,14 +280,11 @@ class Budget:
 
     def retry(self, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
         """Call `allocate`. If there is no memory, reclaim all but `exclude` and call it again. Raises OutOfMemoryError."""
-        made = None
         with suppress(torch.OutOfMemoryError):  # retry after this block: the traceback would keep tensors alive
-            made = allocate()
-        if made is None:
-            self._metrics.totals.oom_retries += 1
-            self.reclaim_all(exclude)
-            made = allocate()
-        return made
+            return allocate()
+        self._metrics.totals.oom_retries += 1
+        self.reclaim_all(exclude)
+        return allocate()
 
     @contextmanager
     def replaying(self) -> Iterator[None]:

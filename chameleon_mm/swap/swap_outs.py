@@ -54,13 +54,9 @@ class SwapOuts:
         rule: DefaultRule,
         thresholds: Thresholds,
     ) -> None:
-        self._context = context
+        self._context, self._registry, self._budget, self._staging = context, registry, budget, staging
         self._queues = context.out_queue, context.back_queue
-        self._registry = registry
-        self._budget = budget
-        self._rule = rule
-        self._thresholds = thresholds
-        self._staging = staging
+        self._rule, self._thresholds = rule, thresholds
         self.fresh: list[SavedStorage] = []
         """Storages whose saving operators may still run. `HandOver` adds storages saved in the loop."""
         self.latest_operator: OperatorNumber = (-1, 0)
@@ -80,14 +76,8 @@ class SwapOuts:
     def have_work(self) -> bool:
         """True if any copy out or back is running, queued or waiting to be packed."""
         budget, lending = self._budget, self._budget.lending
-        return bool(
-            self.fresh
-            or self.small
-            or any(queue.queued for queue in self._queues)
-            or budget.reclaim.entries
-            or budget.planned.entries
-            or (lending is not None and lending.has_any)
-        )
+        waiting = self.fresh, self.small, *(queue.queued for queue in self._queues), budget.reclaim.entries
+        return any((*waiting, budget.planned.entries, lending is not None and lending.has_any))
 
     def finished(self) -> list[SavedStorage]:
         """Return the storages whose saving operators are known to be over. A running operator may still write to its saves.
@@ -114,8 +104,9 @@ class SwapOuts:
 
     def pump(self, lending: Lending | None) -> None:
         """Queue ready copies, lend ready memory to the allocator, and free device memory whose copy out is complete."""
-        if self.small:
-            self._pack_waiting()
+        fills_group = self.waiting_bytes >= GROUP_BYTES
+        if self.small and (fills_group or self._budget.growth_is_unknown or self._context.out_queue.is_idle()):
+            self.pack_small()
         if lending is not None and lending.memory_is_short:
             self._context.out_queue.hand_over_all()
         for queue in self._queues:
@@ -193,11 +184,6 @@ class SwapOuts:
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
             self._budget.lending.add(saved)
-
-    def _pack_waiting(self) -> None:
-        """Pack the waiting small storages if they fill a group, the link is idle, or the growth is unknown."""
-        if self.waiting_bytes >= GROUP_BYTES or self._budget.growth_is_unknown or self._context.out_queue.is_idle():
-            self.pack_small()
 
     def forget_small(self) -> None:
         """Remove storages from `small` that left the device in another way. Called at the end of a step."""

@@ -119,7 +119,7 @@ def assemble(
     recipe_runner = RecipeRunner(device, context, claims, budget, Comparisons(checksums, metrics.totals))
     ins = SwapIns(context, registry, budget, staging, order, recipe_runner)
     recomputing = Recomputing(device, streams, metrics, recipe_runner, partial(call_if_alive, ended))
-    return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, budget, streams))
+    return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, streams))
 
 
 # --- executor

@@ -47,12 +47,8 @@ class SwapIns:
         order: UseOrder,
         recipe_runner: RecipeRunner,
     ) -> None:
-        self._recipe_runner = recipe_runner
-        self._context = context
-        self._registry = registry
-        self._budget = budget
-        self._staging = staging
-        self._order = order
+        self._context, self._registry, self._budget, self._staging = context, registry, budget, staging
+        self._order, self._recipe_runner = order, recipe_runner
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """Bring the storage to the device, with its bytes, ready for `compute`. Raises `torch.OutOfMemoryError`."""
@@ -183,10 +179,8 @@ class SwapIns:
 class Rescue:
     """Recomputation of dropped storages whose source may be overwritten. Not thread-safe: the executor holds its lock."""
 
-    def __init__(self, ins: SwapIns, budget: Budget, streams: ComputeStreams) -> None:
-        self._ins = ins
-        self._budget = budget
-        self._streams = streams
+    def __init__(self, ins: SwapIns, streams: ComputeStreams) -> None:
+        self._ins, self._streams = ins, streams
 
     def run(self, relied: Relied) -> None:
         """Recompute all dropped storages that depend on `relied`. Each then stays on the device or is swapped out."""

@@ -104,13 +104,9 @@ class Claims:
         if on_part is not None and (shared := _shared(on_part, t, saved, compute)) is not None:
             return shared
         others = self._parts.get(id(storage), ())
-        if not copied_too_early and not rule.gathers(
-            facts, views=len(others), view_bytes=sum(other.nbytes for other in others)
-        ):
-            part = None
-        if part is None:
-            return whole_found
-        return Found(None, part)
+        view_bytes = sum(other.nbytes for other in others)
+        gathers = copied_too_early or rule.gathers(facts, views=len(others), view_bytes=view_bytes)
+        return whole_found if part is None or not gathers else Found(None, part)
 
     def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
         """Find the claim on the whole storage of `t`, if there is one. Its copy begins again if it lacks `saved`."""

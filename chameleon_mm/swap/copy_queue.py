@@ -113,11 +113,8 @@ class Move:
             )
         self.storage: torch.UntypedStorage | None = storage
         self.host: Tensor | None = host
-        self.start = start
-        self.after = after
-        self.written = written
+        self.start, self.after, self.written, self.timed = start, after, written, timed
         self.next_byte = 0
-        self.timed = timed
         self.pieces: deque[Piece] = deque()
         """Pieces of a timed move that were handed to the device and that the metrics have not read yet."""
         self.done: Event | None = None
@@ -170,10 +167,8 @@ class CopyQueue:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
         self.stream, self._warn = device.new_stream(name), warn
-        self._device_synchronize = device.synchronize
-        self._is_out = out
-        self._piece_bytes = piece_bytes
-        self._limit = outstanding
+        self._device_synchronize, self._is_out = device.synchronize, out
+        self._piece_bytes, self._limit = piece_bytes, outstanding
         self.queued: deque[Move] = deque()
         """Moves that wait to be handed over. Other classes only read this."""
         self._running = deque[Event](maxlen=outstanding)
@@ -198,7 +193,7 @@ class CopyQueue:
         """Hand over pieces until the limit of outstanding pieces is reached."""
         running = self._running
         while self.queued:
-            while running and running[0].query():  # inlines `_forget_complete`, which saves a call
+            while running and running[0].query():
                 running.popleft()
             if len(running) >= self._limit:
                 return
@@ -211,7 +206,8 @@ class CopyQueue:
 
     def is_idle(self) -> bool:
         """True if all submitted moves are complete."""
-        self._forget_complete()
+        while self._running and self._running[0].query():
+            self._running.popleft()
         return not self._running and not self.queued
 
     def issue(self, move: Move) -> Event:
@@ -242,10 +238,6 @@ class CopyQueue:
             raise
         self._dequeue(move)
         return unsent
-
-    def _forget_complete(self) -> None:
-        while self._running and self._running[0].query():
-            self._running.popleft()
 
     def _hand_over_front(self) -> None:
         """Hand over a piece of the oldest move. If the device refuses, log that and set the move's `failed`."""

@@ -141,10 +141,7 @@ class RecipeRunner:
     """Runner of recipes. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, device: Device, context: SwapContext, claims: Claims, budget: Budget, comparisons: Comparisons) -> None:
-        self._device = device
-        self._context = context
-        self._claims = claims
-        self._budget = budget
+        self._device, self._context, self._claims, self._budget = device, context, claims, budget
         self.comparisons = comparisons
         self.inner_bytes = 0
         """Bytes that a proof leaves free for the internal memory of an operator that runs again."""
@@ -219,10 +216,8 @@ class RecipeRunner:
         """Return a copy of `storage`, made on the current stream, or None if there is no room. To make room, storages other
         than `dropping` are reclaimed; if `dropping` is None, no storage is."""
         nbytes = allocated_size(storage.nbytes()) if storage.device == self._device.torch_device else 0
-        has_room = nbytes == 0 or self._budget.fits_now(nbytes)
-        if not has_room and dropping is not None:
-            has_room = self._budget.room_was_made(nbytes, exclude=[dropping])
-        if not has_room:
+        fits = not nbytes or self._budget.fits_now(nbytes)
+        if not fits and (dropping is None or not self._budget.room_was_made(nbytes, exclude=[dropping])):
             return None
         try:
             with torch.no_grad():
@@ -252,12 +247,7 @@ class RecipeRunner:
         return storages
 
     def _run(
-        self,
-        recipe: Recipe,
-        storages: Sequence[torch.UntypedStorage],
-        compute: Stream,
-        *,
-        exclude: Collection[SavedStorage],
+        self, recipe: Recipe, storages: Sequence[torch.UntypedStorage], compute: Stream, *, exclude: Collection[SavedStorage]
     ) -> Recomputed:
         written_on = {
             stream for source in recipe.sources if (stream := source.written_on) is not None and stream is not compute

@@ -48,10 +48,9 @@ class Recording:
         if not self.is_over:
             self.leave_restored()
         self.recorder, self.watch, self._thread = recorder, watch, threading.get_ident()
-        if mode is not None:
-            self._note_whether_over()
         self._entered = mode is not None
         if mode is not None:
+            self._note_whether_over()
             mode.__enter__()
 
     def paused(self) -> AbstractContextManager[None]:

@@ -463,14 +463,12 @@ class Metrics:
     def _add_up(self, move: Move, direction: str, sums: StepSums | None) -> bool:
         """Add the times of the complete pieces of `move`. Returns True if no more pieces will come."""
         ended = move.ended  # read first: another thread may be handing over the last piece
-        while move.pieces and move.pieces[0].end.query():
-            self._add_piece(move.pieces.popleft(), direction, sums)
-        return ended and not move.pieces
-
-    def _add_piece(self, piece: Piece, direction: str, sums: StepSums | None) -> None:
         assert self._origin is not None
-        start_us, copy_us = self._origin_us + piece.start.elapsed_us(self._origin), piece.end.elapsed_us(piece.start)
-        self.totals.copy_us += copy_us
-        if sums is not None:
-            sums.copy_us += copy_us
-        self.spans.append(CopySpan(direction, start_us, start_us + copy_us, piece.nbytes))
+        while move.pieces and move.pieces[0].end.query():
+            piece = move.pieces.popleft()
+            start_us, copy_us = self._origin_us + piece.start.elapsed_us(self._origin), piece.end.elapsed_us(piece.start)
+            self.totals.copy_us += copy_us
+            if sums is not None:
+                sums.copy_us += copy_us
+            self.spans.append(CopySpan(direction, start_us, start_us + copy_us, piece.nbytes))
+        return ended and not move.pieces

@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -101,9 +100,7 @@ class HostedStorage:
         self.ref = weakref.ref(storage, on_death)
         self._held: torch.UntypedStorage | None = None
         self._tensor, self._version = weakref.ref(t), t._version
-        self._alloc_stream = alloc_stream
-        self._context = context
-        self._budget = budget
+        self._alloc_stream, self._context, self._budget = alloc_stream, context, budget
         self._note_resident = note_resident
         self._block: PinnedBlock | None = None
         """Host copy, kept until this object is freed, because the next copy out has the same size."""
@@ -352,10 +349,6 @@ class Home:
         Yields the current compute stream."""
         with torch._C.DisableTorchFunction(), self.recording.paused(), self._executor.hook_lock.entered():
             yield self.context.streams.current()
-
-    def is_entered_here(self) -> bool:
-        """True if this thread holds the executor's lock."""
-        return self._executor.hook_lock.thread == get_ident()
 
     def check_readable(self, what: str, nbytes: int) -> None:
         """Raise `RuntimeError` in a forked child and during graph capture, where nothing can be copied back."""

@@ -15,6 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -322,7 +323,7 @@ class ParameterSwap:
 
     def is_at_work(self) -> bool:
         """True if this thread works on swapped tensors under the executor's lock. Then it must not request them again."""
-        return self._home.is_entered_here()
+        return self._executor.hook_lock.thread == get_ident()
 
     def sees_saves(self) -> bool:
         """True if this object's hooks see autograd's saves now, and their uses."""

@@ -97,7 +97,6 @@ class StepRecord:
     save_of: array[int]
     """(n,) saves, type code "i". For a use: the hook that saved it, or `EARLIER_STEP`. For a save: `NOT_A_USE`."""
     boundaries: tuple[Boundary, ...] = ()
-    """Boundaries of the phases, in the order of their hooks."""
 
     @classmethod
     def of(cls, features: Sequence[Feature], save_of: Sequence[int], boundaries: tuple[Boundary, ...]) -> StepRecord:
@@ -253,11 +252,9 @@ class LightProfiler:
         `begin_step`."""
         followed, boundaries = self._followed, tuple(self._boundaries)
         if followed is not None and followed.num_hooks == self.num_hooks and followed.boundaries == boundaries:
-            record = followed
-        else:
-            self._stop_following()
-            record = StepRecord.of(cast("list[Feature]", self._features[:-1]), self._save_of, boundaries)
-        return record
+            return followed
+        self._stop_following()
+        return StepRecord.of(cast("list[Feature]", self._features[:-1]), self._save_of, boundaries)
 
     # --- slow path: a few hooks of a step, or all hooks of a new step
 

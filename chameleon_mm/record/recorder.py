@@ -147,7 +147,7 @@ class Recorder(StepMode):
     ) -> None:
         """`warn(log, message, *values)` logs a warning. `names`: None: names in `model`, without marks."""
         super().__init__()
-        self._device, self._warn = device, warn
+        self._warn = warn
         self._device_type = device.torch_device.type
         self._dispatch = DispatchState(device)
         self._flaw: str | None = None
@@ -537,10 +537,7 @@ class _Handle:
     __slots__ = ("_recorder", "feature", "tensor", "traced")
 
     def __init__(self, tensor: Tensor, traced: TracedStorage | None, feature: int, recorder: Recorder) -> None:
-        self.tensor = tensor
-        self.traced = traced
-        self.feature = feature
-        self._recorder = recorder
+        self.tensor, self.traced, self.feature, self._recorder = tensor, traced, feature, recorder
 
     @uncompiled
     def __del__(self) -> None:

@@ -267,13 +267,10 @@ class Adaptation:
         self.plan_cache_hits = 0
         self.planning_us = 0.0
         self.latest: PlannedStep | None = None
-        """Latest step that was planned."""
         self._metrics = metrics
         self._hbm_budget_bytes = hbm_budget_bytes
         self.planning = Planning(slack_bytes, metrics)
-        self._host_budget = host_budget
-        self._make_recorder = make_recorder
-        self._link_cost = link_cost
+        self._host_budget, self._make_recorder, self._link_cost = host_budget, make_recorder, link_cost
         self.cache_flushes: Callable[[], int] = int
         """Function that returns the device's number of cache flushes."""
         self._flushes = self._flushed_steps = 0

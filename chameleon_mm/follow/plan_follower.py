@@ -311,8 +311,6 @@ class PlanFollower(Director):
         self._memory.at_first_hook = extra
 
     def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
-        """Note growth. `at_hook`: compare the growth since the last comparison with that of the cached step. `hook` None:
-        latest."""
         self._growth_bytes += nbytes
         hook = self.light.num_hooks - 1 if hook is None else hook
         planned, budget, way = self._planned, self._budget, self.way

@@ -265,7 +265,6 @@ class _Paused:
 
 
 AnyWatch = CallNotes | CallWatch
-"""Object that notes the calls of a step."""
 
 
 def _tell(me: weakref.ref[CallNotes], name: str, *told: Any) -> Any:

@@ -277,9 +277,7 @@ class Operation:
     __slots__ = ("dropped", "facts", "func", "grad_enabled", "made_bytes", "number", "random_state", "settings")
 
     def __init__(self, number: int, func: Any, facts: OpFacts) -> None:
-        self.number = number
-        self.func = func
-        self.facts = facts
+        self.number, self.func, self.facts = number, func, facts
         self.grad_enabled = torch.is_grad_enabled()
         """True if gradients were enabled. They are disabled inside a custom function's forward."""
         self.settings = settings_now(is_product=is_product(func))

@@ -126,7 +126,6 @@ class TracedStorage:
     dead: bool = False
     sendable: int = NEVER
     use_hook: int = NEVER
-    """Hook number of the latest use."""
     first_write: int = NEVER
     last_write: int = NEVER
     """Numbers of the first and last operators that wrote to the storage."""

@@ -106,9 +106,7 @@ class Window:
 
     def __init__(self, home: Home, *, limit_bytes: int, note_taken: Callable[[int], None]) -> None:
         """`note_taken(nbytes)`: called for all memory that the window allocates."""
-        self._home = home
-        self._note_taken = note_taken
-        self.limit_bytes = limit_bytes
+        self._home, self._note_taken, self.limit_bytes = home, note_taken, limit_bytes
         self._counted_bytes = limit_bytes
         """Initial limit. Traces include it, so readings of memory include it too, even after the limit has changed."""
         self.sequence = UseSequence()

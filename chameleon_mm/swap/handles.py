@@ -325,9 +325,7 @@ class SwappedView:
     __slots__ = ("__weakref__", "claim", "saved", "saved_at", "swap_in_number")
 
     def __init__(self, claim: Claim, saved: SavedBytes) -> None:
-        self.saved_at = _NOWHERE
-        self.claim = claim
-        self.saved = saved
+        self.saved_at, self.claim, self.saved = _NOWHERE, claim, saved
         self.swap_in_number = -1
         """Swap-in number of the storage at this view's last use. `Uses` reads it to count the uses to come."""
 
@@ -355,9 +353,7 @@ class WrapperHandle:
             None if isinstance(only, WrapperHandle) and only.moving is None else only
         )
         """Handle of the inner tensor that moves (a `WrapperHandle` if it is a wrapper itself); None if none or several move."""
-        self.saved_at = _NOWHERE
-        self._rest = rest
-        self._context = context
+        self.saved_at, self._rest, self._context = _NOWHERE, rest, context
         self._type: Any = type(t)
         self._shape = t.shape
         self._stride = t.stride()

@@ -54,13 +54,11 @@ class PackedGroup:
             context.streams.join_all(alloc_stream)  # Note [Reclaim]: the memory is reused only after that read
         index = max(member.index for member in members)
         self.packed = SavedStorage(buffer, SavedBytes(buffer), compute, context, epoch=epoch, index=index)
-        """Saved storage with the members' packed bytes. It moves like any other saved storage."""
         self.packed.op_is_over = True
         self.packed.checksum = None  # each member has a checksum of its own
         # Weak references: members hold their group, and a cycle would need the garbage collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0
-        """Number of members that still need the group."""
         del sources, buffer
         for member in members:
             member.leave_in(PackedForm(self))

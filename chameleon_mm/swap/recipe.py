@@ -108,10 +108,7 @@ class Source:
     ) -> None:
         """`relied`: handles and dropped storages that depend on the bytes; None: the source is the recipe's own copy. `probe`:
         has the version counter. `stream`: stream that wrote the storage, if the source holds it itself."""
-        self.claim = claim
-        self.storage = storage
-        self.relied = relied
-        self._stream = stream
+        self.claim, self.storage, self.relied, self._stream = claim, storage, relied, stream
         self.last_swap_in = -1
         """Swap-in number of the storage when the recipe last used it."""
         self._nbytes = nbytes
@@ -246,10 +243,7 @@ class Recipe:
         self, steps: list[Step], sources: list[Source], source_places: list[int], *, result: int, values: Sequence[Value]
     ) -> None:
         """`values`: the value at each index of the replay."""
-        self._steps = steps
-        self.sources = sources
-        self._source_places = source_places
-        self._result = result
+        self._steps, self.sources, self._source_places, self._result = steps, sources, source_places, result
         self._nbytes = [value.nbytes for value in values]
         self.reliances: list[Reliance] = []
         """Watches of the sources for which rule 2 holds. They are held here and end with the recipe."""

@@ -106,11 +106,9 @@ class SavedStorage:
         """True if the operators that saved the storage have ended. Only then may it be copied."""
         # Set by other classes.
         self.saved_by: OperatorNumber = (-1, 0)
-        """Operator that saved the storage last."""
         self.number: int | None = None
         """Number in the plan's trace; None: no plan knows it."""
         self.relied: Relied | None = None
-        """Handles and dropped storages that depend on its bytes, in a step that recomputes."""
         self.proof: Proof | None = None
         """Proof of a recipe: at the first use, its result is compared with these bytes."""
         self.is_held_for_recipes = False

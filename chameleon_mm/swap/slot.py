@@ -70,7 +70,6 @@ class Slot:
         self.is_packed = False
         """True if `storage` has the packed bytes of the saved tensors. Then no saved tensor is a view of it."""
         self.key = id(storage)
-        """Id of the storage that was saved."""
         self.first = weakref.ref(storage)
         self.saved_nbytes = storage.nbytes()
         self.alloc_stream = alloc_stream

@@ -26,7 +26,6 @@ class Way:
         self.program, self.epoch, self.margin_bytes = program, epoch, margin_bytes
         self.first_saves = {} if first_saves is None else first_saves
         self.hook = -1
-        """Number of the latest hook."""
         self.growth_bytes = 0
         """Maximum bytes allocated until the next check, including the plan's own copies back."""
         self.storages: dict[int, SavedStorage] = {}

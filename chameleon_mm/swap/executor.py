@@ -279,7 +279,8 @@ class Executor:
         prefetches = self._advance(finished, check_memory=True, at_hook=is_hook)
         compute = self._streams.current()
         if prefetches and saved.form.recipe is not None:
-            self._ins.fetch_for_recomputation(saved, prefetches, compute)
+            self.parts.recipe_runner.restore_sources(saved, compute, self._ins.restore)
+            self._ins.prefetch_planned(prefetches, compute)  # queued before the recomputation, which they overlap
             prefetches = ()
         if saved.proof is not None:
             self.recomputing.prove(saved, self._ins.restore)

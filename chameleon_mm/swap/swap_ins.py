@@ -62,12 +62,6 @@ class SwapIns:
         packed = self._restore_held(saved, compute)
         return self._allocate(gathered.whole_bytes, lambda: gathered.unpack(packed, compute), exclude=(saved,))
 
-    def fetch_for_recomputation(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
-        """Swap in the storages that the recomputation of `saved` reads. Then queue the planned copies back of `due`, which
-        overlap the recomputation."""
-        self._recipe_runner.restore_sources(saved, compute, self.restore)
-        self.prefetch_planned(due, compute)
-
     def prefetch_after(self, saved: SavedStorage, compute: Stream) -> None:
         """Prefetch the storages that are used after `saved`, as far as the budget allows."""
         if saved.epoch != self._registry.epoch:

@@ -57,7 +57,6 @@ class _Numbered(threading.local):
 
 
 this_thread = _Numbered()
-"""Number of the calling thread: `this_thread.number`."""
 
 
 def current_operator() -> OperatorNumber:

@@ -185,7 +185,6 @@ class StorageRegistry:
         self.epoch = 0
         """Number of the current step."""
         self.next_index = 0
-        """Number that the next storage of this step gets."""
         self.of_epoch = 0
         """Count of the claimed storages that this step saved."""
         self.packed_groups: set[PackedGroup] = set()

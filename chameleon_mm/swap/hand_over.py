@@ -78,7 +78,6 @@ class _Compiled(NamedTuple):
     saves: defaultdict[int, list[int]]
     """Hooks of its saves, by storage."""
     firsts: list[int]
-    """Hooks of first saves."""
 
 
 class HandOver:

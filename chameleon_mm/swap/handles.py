@@ -390,7 +390,6 @@ class WrapperHandle:
 
 
 Handle = KeptTensor | SwappedView | WrapperHandle
-"""Handle types, one of which autograd holds for each saved tensor."""
 
 
 def used_in_child(nbytes: int, pid: int) -> RuntimeError:

@@ -166,8 +166,6 @@ MAX_STEPS = 1_000
 
 
 class _BegunStep(NamedTuple):
-    """Timed step that has begun."""
-
     number: int
     begin: Event
     host_us: float

@@ -461,8 +461,8 @@ class Metrics:
     def _add_up(self, move: Move, direction: str, sums: StepSums | None) -> bool:
         """Add the times of the complete pieces of `move`. Returns True if no more pieces will come."""
         ended = move.ended  # read first: another thread may be handing over the last piece
-        assert self._origin is not None
         while move.pieces and move.pieces[0].end.query():
+            assert self._origin is not None
             piece = move.pieces.popleft()
             start_us, copy_us = self._origin_us + piece.start.elapsed_us(self._origin), piece.end.elapsed_us(piece.start)
             self.totals.copy_us += copy_us

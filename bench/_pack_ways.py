@@ -90,10 +90,7 @@ def is_exact(device: Device, work: Work, way: Way, expected: Tensor) -> bool:
 
 
 NAMES: Mapping[str, tuple[str, str]] = {
-    "ours": (
-        "ours",
-        "as the executor: what Thresholds() says for the size, through a `CopyQueue`",
-    ),
+    "ours": ("ours", "as the executor: what Thresholds() says for the size, through a `CopyQueue`"),
     "pack": ("pack", f"one pack kernel of {PACK_PROGRAMS} programs into device memory, one copy"),
     "loop": ("loop", "a copy of its own for each tensor, asynchronous: copy_, and on the simulator Stream.copy"),
 }

@@ -34,10 +34,7 @@ def planned_table(device: Device) -> Results:
         {
             "predicted": ("predicted", "by the plan that was followed"),
             "measured": ("measured", "median of the timed steps; stall: the mean; recomputing: step - stall - step of no swap"),
-            "error": (
-                "error %",
-                "100 * (measured - predicted) / predicted; of stall and recomputing: / measured step",
-            ),
+            "error": ("error %", "100 * (measured - predicted) / predicted; of stall and recomputing: / measured step"),
         },
     )
 
@@ -110,10 +107,7 @@ def bound_table(device: Device) -> Results:
             "budget": ("budget GiB", "kept between steps + that share of what a step adds"),
             "ideal": ("T* ms", "the least of any plan: ideal; of those that only swap, where the session only swaps"),
             "reached": ("of T*", "T* / median step of the session"),
-            "checkpointing": (
-                "checkpointing",
-                "T* / median step of the checkpointed run, whose peak is in the first table",
-            ),
+            "checkpointing": ("checkpointing", "T* / median step of the checkpointed run, whose peak is in the first table"),
         },
     )
 

@@ -118,13 +118,7 @@ def watched(spec: str | GpuSpec, config: GPTConfig, share: float) -> Comparison:
                     training.step()
             planned, plan, trace = _planned_step(device, session, training)
     return Comparison(
-        device=device.name,
-        config=config,
-        hbm_budget_bytes=budget,
-        unswapped=unswapped,
-        planned=planned,
-        plan=plan,
-        trace=trace,
+        device=device.name, config=config, hbm_budget_bytes=budget, unswapped=unswapped, planned=planned, plan=plan, trace=trace
     )
 
 

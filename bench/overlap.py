@@ -24,16 +24,7 @@ import torch
 from rich.console import Console
 
 from chameleon_mm.bench._buffers import Buffers
-from chameleon_mm.bench._measure import (
-    Cell,
-    Column,
-    Figure,
-    Results,
-    Waived,
-    columns,
-    environment,
-    interleave,
-)
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, columns, environment, interleave
 from chameleon_mm.bench._overlap_work import (  # fmt: skip
     PACKED_TENSORS,
     Beside,
@@ -127,9 +118,7 @@ def measure(device: Device, sizes: Sizes, *, repeats: int = 7) -> Report:
                 units = sizes.batches or count_for(partial(copies.run_us, ("d2h",)), _LONGER * alone_us)
                 row("packed", "gemm, packed D2H", packed, ("d2h",), units, ("compute", "copies", "together"))
     return Report(
-        header=environment("overlap", device),
-        tables=tables,
-        bounds=bounds(device, tables["saturated"], tables["packed"]),
+        header=environment("overlap", device), tables=tables, bounds=bounds(device, tables["saturated"], tables["packed"])
     )
 
 

@@ -27,16 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chameleon_mm.bench._measure import (
-    Cell,
-    Column,
-    Figure,
-    Results,
-    Waived,
-    environment,
-    interleave,
-    undisturbed,
-)
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, environment, interleave, undisturbed
 from chameleon_mm.bench._report import Bound, Report, median_of
 from chameleon_mm.device import native, resolve_device
 from chameleon_mm.device.protocols import Device

@@ -27,15 +27,7 @@ from rich.console import Console
 from chameleon_mm.bench._compiled_rows import compiled_rows
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, columns
-from chameleon_mm.bench._planned import (
-    Outcome,
-    add_bound,
-    add_classes,
-    add_planned,
-    bound_table,
-    classes_table,
-    planned_table,
-)
+from chameleon_mm.bench._planned import Outcome, add_bound, add_classes, add_planned, bound_table, classes_table, planned_table
 from chameleon_mm.bench._report import Bound, Report
 from chameleon_mm.bench._small_step import small_step
 from chameleon_mm.bench._training_models import Workload, backend_for, compiled

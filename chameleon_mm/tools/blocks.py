@@ -116,11 +116,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], how: Checkpointing, *, preser
             elif how.survey is not None:
                 contexts = partial(_surveying_contexts, how.survey, number)
             block.forward = partial(
-                checkpoint,
-                block.forward,
-                use_reentrant=False,
-                preserve_rng_state=preserve_rng_state,
-                context_fn=contexts,
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts
             )
 
 

@@ -28,14 +28,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Outermost blocks of `model`: modules with parameters in its lists and sequences. If it has none: the model itself."""
     found: list[nn.Module] = []
-    waiting = [model]
+    waiting, lists = [model], (nn.ModuleList, nn.Sequential)
     while waiting:
         module = waiting.pop(0)
-        repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
+        repeats = isinstance(module, lists)
         for child in module.children():
-            is_block = (
-                repeats and any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.Sequential))
-            )
+            is_block = repeats and any(True for _ in child.parameters()) and not isinstance(child, lists)
             (found if is_block else waiting).append(child)
     return found or [model]
 

@@ -45,6 +45,7 @@ from torch.utils.flop_counter import flop_registry
 from chameleon_mm.record.dispatch_state import compiled_region
 from chameleon_mm.replayable import ELEMENTWISE, base_name
 from chameleon_mm.tools.blocks import blocks_of
+from chameleon_mm.tools.shape_operators import makes_views
 
 
 def compile_blocks(model: nn.Module, *, activation_memory_budget: float) -> tuple[str, ...]:
@@ -169,9 +170,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
-    returns = node.target._schema.returns
-    views = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-    return views or node.target.overloadpacket.__name__ in ("_unsafe_view", "detach", "alias")
+    return makes_views(node.target) or node.target.overloadpacket.__name__ in ("_unsafe_view", "detach", "alias")
 
 
 def _kind(node: fx.Node) -> str:

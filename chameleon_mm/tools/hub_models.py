@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,8 +151,7 @@ def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, 
         inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
 
         def loss() -> Tensor:
-            found: Tensor = model(**inputs, **kind.options).loss
-            return found
+            return cast(Tensor, model(**inputs, **kind.options).loss)
 
         row = f"{length} {kind.unit}" if kind.unit else " x ".join(map(str, inputs["pixel_values"].shape[1:]))
         about = f"{text} ({type(model).__name__}), {batch} x {row}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +72,7 @@ class ViTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        mixed: Tensor = x + self.mlp(self.norm2(x))
-        return mixed
+        return cast(Tensor, x + self.mlp(self.norm2(x)))
 
 
 class ViT(ImageModel):
@@ -91,8 +91,7 @@ class ViT(ImageModel):
         x = torch.cat((self.first.expand(len(x), -1, -1), x), dim=1) + self.positions
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x)[:, 0])
-        return logits
+        return cast(Tensor, self.head(self.norm(x)[:, 0]))
 
 
 class DiTBlock(nn.Module):
@@ -107,8 +106,7 @@ class DiTBlock(nn.Module):
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=-1)
         x = x + gate1 * self.attention(self.norm(x) * (1 + scale1) + shift1)
-        mixed: Tensor = x + gate2 * self.mlp(self.norm(x) * (1 + scale2) + shift2)
-        return mixed
+        return cast(Tensor, x + gate2 * self.mlp(self.norm(x) * (1 + scale2) + shift2))
 
 
 class DiT(ImageModel):
@@ -134,8 +132,7 @@ class DiT(ImageModel):
         for block in self.blocks:
             x = block(x, condition)
         shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
-        predicted: Tensor = self.head(self.norm(x) * (1 + scale) + shift)
-        return predicted
+        return cast(Tensor, self.head(self.norm(x) * (1 + scale) + shift))
 
     def loss(self, images: Tensor, classes: Tensor) -> Tensor:
         """Return the mean square error of all predictions, a float32 scalar. The published loss also weighs the variance."""
@@ -179,14 +176,11 @@ class ResNet(ImageModel):
         self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(given, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
-        return logits
+        return cast(Tensor, self.head(self.blocks(self.stem(images)).mean((2, 3))))
 
 
 IMAGE_MODELS = {
-    "vit-l16": ImageShape(
-        about="224 x 224 pixels", layers=24, width=1024, heads=16, side=224, channels=3, patch=16, make=ViT
-    ),
+    "vit-l16": ImageShape(about="224 x 224 pixels", layers=24, width=1024, heads=16, side=224, channels=3, patch=16, make=ViT),
     "dit-xl2": ImageShape(
         about="32 x 32 latents of 4 channels", layers=28, width=1152, heads=16, side=32, channels=4, patch=2, make=DiT
     ),

@@ -158,7 +158,6 @@ class StepNeeds:
     needs: tuple[MemoryNeed, ...] = field(init=False)
     peak: Peak = field(init=False)
     phase: StepPhase = field(init=False)
-    """Phase of the step with the peak."""
 
     def __post_init__(self) -> None:
         self.peak = peak_memory(self.step.trace)
@@ -284,11 +283,9 @@ def predict(
     Raises `ValueError` for a budget of 0 bytes. `Prediction.infeasible` reports a budget that is too small.
     """
     trace, cost = step.trace, link_of(spec)
-    peak = peak_memory(trace)
-    least = least_memory(trace)
+    peak, least = peak_memory(trace), least_memory(trace)
     plan, infeasible, planning_ms, ideal_us = None, None, None, None
-    smallest = least.nbytes
-    began = time.perf_counter()
+    smallest, began = least.nbytes, time.perf_counter()
     try:
         plan = _plan_within(trace, hbm_budget, host_budget, cost, recompute)
         planning_ms = (time.perf_counter() - began) * 1e3

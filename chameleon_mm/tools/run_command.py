@@ -56,13 +56,10 @@ class LaunchedRank:
 
 # --- End of a run: exit the session, then write and print its report, once. Only the first rank prints
 
-_SHOWN = frozenset(
-    {
-        "in short", "device", "budget of device memory", "PROBLEM", "WARNING", "steps", "what the steps were",
-        "peak device memory", "recomputed", "swapped out / in", "hidden share of copy time", "stall", "pinned host memory",
-        "pins",
-    }
-)  # fmt: skip
+_SHOWN = frozenset({
+    "in short", "device", "budget of device memory", "PROBLEM", "WARNING", "steps", "what the steps were", "peak device memory",
+    "recomputed", "swapped out / in", "hidden share of copy time", "stall", "pinned host memory", "pins",
+})  # fmt: skip
 """Labels of the report that are printed at the end. Its files have all labels."""
 
 
@@ -70,12 +67,8 @@ class End:
     """End of a run: exits the session, then writes and prints its report."""
 
     def __init__(self, watch: TrainingWatch, files: Mapping[str, Path], console: Console, ranks: LaunchedRank) -> None:
-        self._watch = watch
-        self._files = files
+        self._watch, self._files, self._console, self._ranks = watch, files, console, ranks
         self._written: list[Path] = []
-        """Files with the report."""
-        self._console = console
-        self._ranks = ranks
         self._told = False
         self.ending = Ending(exit_code=0, error=None)
         self.exit_code = 0

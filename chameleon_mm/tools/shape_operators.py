@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -221,13 +222,10 @@ class ValuesReadAsZero(TorchDispatchMode):
         return 0.0 if args[0].is_floating_point() else 0
 
 
-class _MakesViews(dict[Any, bool]):
-    """True for an operator that returns views of its arguments, by its schema, which is read once."""
-
-    def __missing__(self, func: Any) -> bool:
-        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
-        self[func] = views
-        return views
+@cache  # reading a schema takes microseconds
+def makes_views(func: Any) -> bool:
+    """True for an operator that returns views of its arguments, by its schema."""
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 
 class NoArithmetic(TorchDispatchMode):
@@ -236,14 +234,13 @@ class NoArithmetic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self._fake = FakeTensorMode()
-        self._makes_views = _MakesViews()
         self._outcomes: dict[Hashable, _Outcome] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._makes_views[func]:
+        if makes_views(func):
             return func(*args, **kwargs)
         kind = (func, _kind(args), _kind(tuple(kwargs.items())))
         outcome = self._outcomes.get(kind)

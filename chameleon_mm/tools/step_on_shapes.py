@@ -171,10 +171,8 @@ class TrainingStep:
                 f"{workload.about}: expected a model on the CPU, got parameters on {', '.join(sorted(elsewhere))}; build it "
                 f"there: nothing is computed, and no GPU is needed"
             )
-        self._workload = workload
-        self.model = workload.model
-        self._autocast = autocast
-        self._bucket_bytes = bucket_bytes
+        self._workload, self.model = workload, workload.model
+        self._autocast, self._bucket_bytes = autocast, bucket_bytes
         self.largest_bucket_bytes = 0
         self.notes: tuple[str, ...] = ()
         """Sentences about aspects that its compiled blocks ignore."""

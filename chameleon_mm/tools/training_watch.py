@@ -67,7 +67,6 @@ class TrainingWatch:
         """Pack hook of the session, as `_top_hook` returns it."""
         self._own_modes = 0
         self._disable_hooks: Any = torch.autograd.graph.disable_saved_tensors_hooks
-        """Torch's own `disable_saved_tensors_hooks`."""
         self._unseen = 0
         """Number of optimizer steps without a preceding module call that began a step."""
         self.stood_aside: str | None = None

@@ -12,7 +12,7 @@ along the frames at one place, then to the caption, and has an MLP. The time shi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = self.kv(x if other is None else other).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return mixed
+        return cast(Tensor, self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
 
 
 class VideoBlock(nn.Module):
@@ -90,8 +89,7 @@ class VideoBlock(nn.Module):
         along = self.temporal((self.norm(x) * (1 + scales[1]) + shifts[1]).transpose(1, 2).flatten(0, 1))
         x = x + gates[1] * along.unflatten(0, (-1, places)).transpose(1, 2)
         x = x + self.caption(x.flatten(1, 2), caption).unflatten(1, (frames, places))
-        mixed: Tensor = x + gates[2] * self.mlp(self.norm(x) * (1 + scales[2]) + shifts[2])
-        return mixed
+        return cast(Tensor, x + gates[2] * self.mlp(self.norm(x) * (1 + scales[2]) + shifts[2]))
 
 
 class VideoDiT(nn.Module):
@@ -116,8 +114,7 @@ class VideoDiT(nn.Module):
             x = block(x, captions, time)
         # [b, f, h / 2 * w / 2, 2 * 2 * c] -> [b, c, f, h, w]
         x = self.head(self.norm(x)).unflatten(-1, (_PATCH, _PATCH, -1)).unflatten(2, (height // _PATCH, width // _PATCH))
-        predicted: Tensor = x.permute(0, 6, 1, 2, 4, 3, 5).reshape(latents.shape)
-        return predicted
+        return cast(Tensor, x.permute(0, 6, 1, 2, 4, 3, 5).reshape(latents.shape))
 
     def loss(self, latents: Tensor, noise: Tensor, captions: Tensor, times: Tensor) -> Tensor:
         """Mean square error of the velocity that is predicted at `times`, a float32 scalar."""

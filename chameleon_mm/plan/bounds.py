@@ -205,9 +205,8 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Col
     if not over.any():
         return Ideal(step_us=step.total_us, swapped_bytes=0.0, recomputed_us=0.0)
     if recompute and first_uses:
-        return _cheapest_mix(
-            Recipes.of(trace, recompute, cost=cost_model), step, int(over.argmax()), float(over.max()), cost_model
-        )
+        recipes = Recipes.of(trace, recompute, cost=cost_model)
+        return _cheapest_mix(recipes, step, int(over.argmax()), float(over.max()), cost_model)
     out_us, back_us = over / (cost_model.d2h_gbps * 1e3), over / (cost_model.h2d_gbps * 1e3)
     bound_us = relaxed_us(step.before_us, step.after_us, out_us, back_us)
     t = int(bound_us.argmax())

@@ -74,10 +74,7 @@ class HybridSearch:
     """Search among plans that recompute, for one trace."""
 
     def __init__(self, problem: Problem, recipes: Recipes, limits: PlanLimits) -> None:
-        self._problem = problem
-        self._recipes = recipes
-        self._limits = limits
-        self._trace = recipes.trace
+        self._problem, self._recipes, self._limits, self._trace = problem, recipes, limits, recipes.trace
         self._simulator = Simulator(self._trace, limits.cost)
         self.plans: list[SwapPlan] = []
         self._path = ChoicePath.of(recipes, problem.level, limits.budget)

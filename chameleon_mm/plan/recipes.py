@@ -121,9 +121,8 @@ class _Finder:
         self._may_run[self._read_op[others_write[self._read]]] = False
         is_view = views[trace.op_name[op]]
         if is_view.any():
-            keys = np.unique(
-                self._read_op[views[trace.op_name[self._read_op]]] * m + self._read[views[trace.op_name[self._read_op]]]
-            )
+            viewed = views[trace.op_name[self._read_op]]
+            keys = np.unique(self._read_op[viewed] * m + self._read[viewed])
             is_view = is_view & np.isin(op * m + written, keys)
         self._write_op, self._written, self._updates = op[~is_view], written[~is_view], updates[~is_view]
         self._write_tick = trace.op_tick[self._write_op].astype(np.int64)
@@ -131,9 +130,8 @@ class _Finder:
         self._last_write[self._written] = self._write_tick  # ticks rise, so the last assignment stays
         first_write = np.full(m, NEVER, np.int64)
         first_write[self._written[::-1]] = self._write_tick[::-1]
-        self._is_fresh = (first_write[self._written] == self._write_tick) & (
-            trace.tensor_born[self._written] == self._write_tick
-        )
+        is_born = trace.tensor_born[self._written] == self._write_tick
+        self._is_fresh = (first_write[self._written] == self._write_tick) & is_born
         self._valid_until = self._inputs_stay_until()
 
     def _inputs_stay_until(self) -> Int64s:

@@ -109,9 +109,7 @@ def find_recomputations(recipes: Recipes, dropped: Collection[int], held: Collec
 
 class _Walk:
     def __init__(self, recipes: Recipes, dropped: set[int], held: frozenset[int]) -> None:
-        self._recipes = recipes
-        self._dropped = dropped
-        self._held = held
+        self._recipes, self._dropped, self._held = recipes, dropped, held
         self._saved: list[bool] = recipes.saved.tolist()
         self.recomputed: set[int] = set()
         """Dropped storages made by the recomputations so far."""
@@ -210,9 +208,7 @@ class _Writer:
     """Writer of one rewritten trace: first the rows inserted after each tick, then the columns."""
 
     def __init__(self, recipes: Recipes, recomputations: Recomputations) -> None:
-        self._recipes = recipes
-        self._recomputations = recomputations
-        self._old = recipes.trace
+        self._recipes, self._recomputations, self._old = recipes, recomputations, recipes.trace
         self._held = frozenset(recomputations.held)
         self._dropped = frozenset(recomputations.dropped)
         by_row = (recipes.candidates.use, recipes.candidates.last_use)

@@ -34,13 +34,11 @@ class DefaultRule:
 
     min_bytes: int = MIB
     """Minimum size to move. In dense LLMs, tensors below 1 MiB are 0.1 % of the bytes and 20 % of the copies."""
-
     gather_share: float = 0.25
     """Maximum share of a storage. Views that together cover at most this share move without the rest of it; 0: never.
 
     The storage may be saved whole later in the step. So this share bounds the bytes that then move twice.
     """
-
     max_gathered: int = 8
     """Maximum number of views of one storage to gather, one kernel each. With more, the whole storage moves in one copy."""
 

@@ -71,8 +71,7 @@ class Search:
         self.best: Found | None = None
         self.least_host_bytes: int | None = None
         """Minimum pinned memory of the tentative plans so far, including plans above `host_budget`."""
-        self._problem = problem
-        self._limits = limits
+        self._problem, self._limits = problem, limits
         self._budget, self._cost = limits.budget, limits.cost
         self._drafts = 0
 

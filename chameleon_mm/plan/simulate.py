@@ -82,8 +82,7 @@ class Simulator:
     """Simulator of plans for one trace on one link. Computes plan-independent data once."""
 
     def __init__(self, trace: Trace, cost_model: LinkCost) -> None:
-        self.trace = trace
-        self._cost = cost_model
+        self.trace, self._cost = trace, cost_model
         self._memory = PlannedMemory(trace, memory_curve(trace))
         clock, self._program = trace.clock_us(), program_copies(trace)
         self._tick_us, self._ops_us = clock[:-1], float(clock[-1])

@@ -101,15 +101,10 @@ class StepProgram:
         ops, ins, frees = _due(trace, plan, moves)
         recipes = Recipes.of(trace, None) if len(plan.swaps) < len(plan.actions) else None
         allocated, growth = _memory(trace, plan, moves) if recipes is None else _memory_of_recomputations(recipes, plan)
-        rows = [
-            row._replace(
-                ops=tuple(ops.get(hook, ())),
-                ins=tuple(ins.get(hook, ())),
-                growth=grows,
-                is_checked=row.number >= 0 or hook in frees,
-            )
-            for hook, (row, grows) in enumerate(zip(_rows(trace, keys), growth.tolist(), strict=True))
-        ]
+        rows = []
+        for hook, (row, grows) in enumerate(zip(_rows(trace, keys), growth.tolist(), strict=True)):
+            due, back, is_checked = tuple(ops.get(hook, ())), tuple(ins.get(hook, ())), row.number >= 0 or hook in frees
+            rows.append(row._replace(ops=due, ins=back, growth=grows, is_checked=is_checked))
         return cls(
             plan=plan,
             rows=(*rows, Row(kind=END)),

@@ -238,14 +238,8 @@ def in_order(moves: ActionColumns) -> Events:
     # Other copies out begin at the reclaim that waits for them, or the host already has the bytes.
     outs = ((moves.out_at < moves.reclaim_at) & ~moves.again).nonzero()[0]
     backs = (moves.in_at < moves.use_at).nonzero()[0]  # the others begin at the use that waits for them
-    keys = np.concatenate(
-        (
-            moves.reclaim_at * 5 + RECLAIM + (moves.head > 0),
-            moves.out_at[outs] * 5 + OUT,
-            moves.use_at * 5 + USE,
-            moves.in_at[backs] * 5 + BACK,
-        )
-    )
+    reclaims = moves.reclaim_at * 5 + RECLAIM + (moves.head > 0)
+    keys = np.concatenate((reclaims, moves.out_at[outs] * 5 + OUT, moves.use_at * 5 + USE, moves.in_at[backs] * 5 + BACK))
     order = np.argsort(keys, kind="stable")
     hooks, kinds = np.divmod(keys[order], 5)
     return Events(hooks, kinds, np.concatenate((every, outs, every, backs))[order])
@@ -291,8 +285,7 @@ class PlannedMemory:
     trace's hooks that are separate calls; None: all."""
 
     def __init__(self, trace: Trace, curve: Int64s, hooks: Int64s | None = None) -> None:
-        self._tick = trace.hook_tick
-        self._curve = curve
+        self._tick, self._curve = trace.hook_tick, curve
         hooks = np.arange(len(trace.hook_tick)) if hooks is None else hooks
         self._movable = hooks[trace.hook_tensor[hooks] >= 0]
         """Hooks of storages that may move."""

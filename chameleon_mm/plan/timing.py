@@ -172,8 +172,7 @@ class CopyEngine:
     __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_rows", "_shared_rate", "free_at_us")
 
     def __init__(self, cost: LinkCost, rate_gbps: float, other_gbps: float) -> None:
-        self._copy_us = cost.copy_us
-        self._piece_bytes = cost.piece_bytes
+        self._copy_us, self._piece_bytes = cost.copy_us, cost.piece_bytes
         self._rate = rate_gbps * 1e3  # bytes a microsecond
         self._shared_rate = (cost.duplex_gbps - other_gbps) * 1e3
         self._other: CopyEngine = self

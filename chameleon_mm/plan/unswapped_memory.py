@@ -77,16 +77,9 @@ class Candidates:
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         last_use = np.zeros(len(trace.tensor_bytes), np.int64)
         last_use[trace.hook_tensor[uses]] = uses
-        nbytes = trace.tensor_bytes[tensor]
-        return cls(
-            tensor=tensor,
-            nbytes=nbytes,
-            size=allocated_size(nbytes),
-            sendable=sendable,
-            first=first,
-            use=use,
-            last_use=last_use[tensor],
-        )
+        nbytes, last = trace.tensor_bytes[tensor], last_use[tensor]
+        size = allocated_size(nbytes)
+        return cls(tensor=tensor, nbytes=nbytes, size=size, sendable=sendable, first=first, use=use, last_use=last)
 
     def __len__(self) -> int:
         return len(self.tensor)

@@ -63,12 +63,9 @@ def find_regions() -> None:
         forward, backward = (vars(function).get(name) for name in ("compiled_fw", "_backward_impl"))
         if not getattr(forward, "_boxed_call", False) or not isinstance(backward, staticmethod):
             continue  # found earlier, or a torch with other calls
-        function.compiled_fw = _Forward(forward, _mutated(function))
+        mutated = tuple(i for i, info in enumerate(function.metadata.input_info) if info.mutates_data)
+        function.compiled_fw = _Forward(forward, mutated)
         function._backward_impl = _Backward(backward.__func__, function)
-
-
-def _mutated(function: Any) -> tuple[int, ...]:
-    return tuple(i for i, info in enumerate(function.metadata.input_info) if info.mutates_data)
 
 
 class _Forward:

@@ -296,11 +296,7 @@ class OpCall:
     __slots__ = ("args", "device_type", "facts", "func", "inputs", "kwargs", "mutated", "out", "written")
 
     def __init__(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, device_type: str) -> None:
-        self.facts = facts
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.device_type = device_type
+        self.facts, self.func, self.args, self.kwargs, self.device_type = facts, func, args, kwargs, device_type
         self.out: Any = None
         self.inputs: Tensors = {}
         self.mutated: Tensors = {}
@@ -377,7 +373,8 @@ class OpCall:
         try:
             return int(formula(*self.args, **self.kwargs, **more))
         except Exception:
-            if have_plain_sizes((self.args, *self.kwargs.values(), *more.values())):
+            tensors = (t for t in tree_iter((self.args, *self.kwargs.values(), *more.values())) if isinstance(t, Tensor))
+            if all(type(t) in (Tensor, Parameter) and t.layout is torch.strided and not t.is_nested for t in tensors):
                 raise
             return 0
 
@@ -400,12 +397,6 @@ def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> 
                     collect_tensors(_parts(value), device_type, found)
         elif isinstance(value, (tuple, list)):
             collect_tensors(value, device_type, found)
-
-
-def have_plain_sizes(values: Iterable[Any]) -> bool:
-    """True if all tensors in nested arguments are strided and of torch's own classes."""
-    tensors = (t for t in tree_iter(values) if isinstance(t, Tensor))
-    return all(type(t) in (Tensor, Parameter) and t.layout is torch.strided and not t.is_nested for t in tensors)
 
 
 def touched_bytes(t: Tensor) -> int:

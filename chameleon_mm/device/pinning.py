@@ -155,12 +155,9 @@ class PinningCalls(NamedTuple):
 
     register: Callable[[int, int], None] | None
     """Page-lock `(address, nbytes)`. None if registered memory is unsupported or has another address on the device."""
-
     unregister: Callable[[int], None]
-
     host_alloc: Callable[[int], Tensor]
     """Return a flat uint8 tensor of `nbytes` of page-locked memory allocated by the driver, freed with its last reference."""
-
     clear_error: Callable[[], None]
     """Clear the error that a refused call leaves: else the next kernel launch reports it. Never raises."""
 

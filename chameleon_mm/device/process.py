@@ -16,8 +16,4 @@ class ThisProcess:
     """Updated in a forked child. Others only read it."""
 
 
-def _forked() -> None:
-    ThisProcess.pid = os.getpid()
-
-
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=lambda: setattr(ThisProcess, "pid", os.getpid()))

@@ -28,28 +28,20 @@ class GpuSpec:
     """
 
     name: str
-
     hbm_bytes: int
     """Device memory. A vendor's "GB" is 2**30 bytes here; drivers report 0.3-0.5 % less."""
-
     hbm_gbps: float
     """Device memory bandwidth."""
-
     bf16_tflops: float
     """Rate of dense tensor-core bfloat16 with float32 accumulation (half of a figure "with sparsity")."""
-
     fp32_tflops: float
     """Rate of float32 outside the tensor cores."""
-
     h2d_gbps: float
     """Rate from pinned host memory to device, with the other direction idle."""
-
     d2h_gbps: float
     """Rate from device to pinned host memory, with the other direction idle."""
-
     duplex_gbps: float
     """Total rate of both directions at the same time: above each single rate, at most their sum."""
-
     source: str
     """Origin of the figures, and which of them are derived."""
 
@@ -80,35 +72,12 @@ _H200 = GpuSpec(
     ),
 )  # fmt: skip
 
-_H100 = GpuSpec(
-    name="H100", hbm_bytes=80 * GIB, hbm_gbps=3350.0, bf16_tflops=989.5, fp32_tflops=67.0,
-    h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
-    source=(
-        "NVIDIA H100 SXM5 datasheet: 80 GB HBM3 at 3.35 TB/s, BF16 1979 TFLOP/s with sparsity (half is dense), FP32 67; "
-        "link: derived, the H200's rates, as both are the same die behind PCIe 5.0 x16"
-    ),
-)  # fmt: skip
-
 _A100 = GpuSpec(
     name="A100", hbm_bytes=80 * GIB, hbm_gbps=2039.0, bf16_tflops=312.0, fp32_tflops=19.5,
     h2d_gbps=24.8, d2h_gbps=25.0, duplex_gbps=35.0,
     source=(
         "NVIDIA A100 80GB SXM4 datasheet: 2039 GB/s, BF16 312 TFLOP/s dense, FP32 19.5; link: published nvbandwidth 0.8 "
         "figures over PCIe 4.0 x16 (NVIDIA developer forum, topic 352186): one way 24.8 and about 25, both ways 24 + 11"
-    ),
-)  # fmt: skip
-
-_A100_40 = replace(
-    _A100, name="A100 40GB", hbm_bytes=40 * GIB, hbm_gbps=1555.0,
-    source="NVIDIA A100 40GB SXM4 datasheet: 1555 GB/s; the rest as the A100 80GB's; link: derived, the A100 80GB's rates",
-)  # fmt: skip
-
-_B200 = GpuSpec(
-    name="B200", hbm_bytes=180 * GIB, hbm_gbps=8000.0, bf16_tflops=2250.0, fp32_tflops=75.0,
-    h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
-    source=(
-        "NVIDIA DGX B200 and HGX B200 datasheets, an eighth of each: 180 GB HBM3e at 8 TB/s, BF16 4.5 PFLOP/s with sparsity "
-        "(half is dense), FP32 75; link: derived, the H200's rates, as both have PCIe 5.0 x16"
     ),
 )  # fmt: skip
 
@@ -121,71 +90,76 @@ _L40S = GpuSpec(
     ),
 )  # fmt: skip
 
-_A10 = replace(
-    _L40S, name="A10", hbm_bytes=24 * GIB, hbm_gbps=600.0, bf16_tflops=125.0, fp32_tflops=31.2,
-    source="NVIDIA A10 datasheet: 24 GB GDDR6 at 600 GB/s, BF16 125 TFLOP/s dense, FP32 31.2; link: derived as the L40S's",
-)  # fmt: skip
-
-_RTX_3090 = replace(
-    _L40S, name="RTX 3090", hbm_bytes=24 * GIB, hbm_gbps=936.0, bf16_tflops=71.0, fp32_tflops=35.6,
-    source=(
-        "NVIDIA Ampere GA102 whitepaper: 24 GB GDDR6X at 936 GB/s, BF16 with FP32 accumulate 71 TFLOP/s dense, FP32 35.6; "
-        "link: derived as the L40S's"
-    ),
-)  # fmt: skip
-
-_RTX_4090 = GpuSpec(
-    name="RTX 4090", hbm_bytes=24 * GIB, hbm_gbps=1008.0, bf16_tflops=165.2, fp32_tflops=82.6,
-    h2d_gbps=_A100.h2d_gbps, d2h_gbps=_A100.d2h_gbps, duplex_gbps=37.5,
-    source=(
-        "NVIDIA Ada architecture whitepaper: 24 GB GDDR6X at 1008 GB/s, BF16 with FP32 accumulate 165.2 TFLOP/s dense, "
-        "FP32 82.6; link: derived, one way the A100's rates, as both have PCIe 4.0 x16 (79 % of its 31.5 GB/s per "
-        "direction), both ways 75 % of their sum as on the H200"
-    ),
-)  # fmt: skip
-
-_RTX_5090 = GpuSpec(
-    name="RTX 5090", hbm_bytes=32 * GIB, hbm_gbps=1792.0, bf16_tflops=209.5, fp32_tflops=104.8,
-    h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
-    source=(
-        "NVIDIA RTX Blackwell architecture whitepaper: 32 GB GDDR7 at 1792 GB/s, BF16 with FP32 accumulate 209.5 TFLOP/s "
-        "dense, FP32 104.8; link: derived, the H200's rates, as both have PCIe 5.0 x16"
-    ),
-)  # fmt: skip
-
-_GH200 = GpuSpec(
-    name="GH200", hbm_bytes=96 * GIB, hbm_gbps=4000.0, bf16_tflops=989.5, fp32_tflops=67.0,
-    h2d_gbps=411.0, d2h_gbps=170.0, duplex_gbps=436.0,
-    source=(
-        "NVIDIA GH200 datasheet, 96 GB HBM3 and 480 GB LPDDR5X version: 4 TB/s, BF16 1979 TFLOP/s with sparsity (half is "
-        "dense), FP32 67; link: published rates of one machine's copy engines over NVLink-C2C (arXiv 2407.07850 has 375 back, "
-        "297 out); derived, both ways 75 % of their sum as on the H200"
-    ),
-)  # fmt: skip
-
-_MI300X = GpuSpec(
-    name="MI300X", hbm_bytes=192 * GIB, hbm_gbps=5300.0, bf16_tflops=1307.4, fp32_tflops=163.4,
-    h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
-    source=(
-        "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, BF16 1307.4 TFLOP/s dense, FP32 163.4; link: derived, the "
-        "H200's rates, as both have PCIe 5.0 x16. For plans alone: sessions run on CUDA"
-    ),
-)  # fmt: skip
-
 SPECS: dict[str, GpuSpec] = {
     "h200": _H200,
-    "h100": _H100,
-    "b200": _B200,
+    "h100": GpuSpec(
+        name="H100", hbm_bytes=80 * GIB, hbm_gbps=3350.0, bf16_tflops=989.5, fp32_tflops=67.0,
+        h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+        source=(
+            "NVIDIA H100 SXM5 datasheet: 80 GB HBM3 at 3.35 TB/s, BF16 1979 TFLOP/s with sparsity (half is dense), FP32 67; "
+            "link: derived, the H200's rates, as both are the same die behind PCIe 5.0 x16"
+        ),
+    ),
+    "b200": GpuSpec(
+        name="B200", hbm_bytes=180 * GIB, hbm_gbps=8000.0, bf16_tflops=2250.0, fp32_tflops=75.0,
+        h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+        source=(
+            "NVIDIA DGX B200 and HGX B200 datasheets, an eighth of each: 180 GB HBM3e at 8 TB/s, BF16 4.5 PFLOP/s with "
+            "sparsity (half is dense), FP32 75; link: derived, the H200's rates, as both have PCIe 5.0 x16"
+        ),
+    ),
     "a100": _A100,
-    "a100-40": _A100_40,
+    "a100-40": replace(
+        _A100, name="A100 40GB", hbm_bytes=40 * GIB, hbm_gbps=1555.0,
+        source="NVIDIA A100 40GB SXM4 datasheet: 1555 GB/s; the rest as the A100 80GB's; link: derived, the A100 80GB's rates",
+    ),
     "l40s": _L40S,
-    "a10": _A10,
-    "rtx3090": _RTX_3090,
-    "rtx4090": _RTX_4090,
-    "rtx5090": _RTX_5090,
-    "gh200": _GH200,
-    "mi300x": _MI300X,
-}
+    "a10": replace(
+        _L40S, name="A10", hbm_bytes=24 * GIB, hbm_gbps=600.0, bf16_tflops=125.0, fp32_tflops=31.2,
+        source="NVIDIA A10 datasheet: 24 GB GDDR6 at 600 GB/s, BF16 125 TFLOP/s dense, FP32 31.2; link: derived as the L40S's",
+    ),
+    "rtx3090": replace(
+        _L40S, name="RTX 3090", hbm_bytes=24 * GIB, hbm_gbps=936.0, bf16_tflops=71.0, fp32_tflops=35.6,
+        source=(
+            "NVIDIA Ampere GA102 whitepaper: 24 GB GDDR6X at 936 GB/s, BF16 with FP32 accumulate 71 TFLOP/s dense, FP32 35.6; "
+            "link: derived as the L40S's"
+        ),
+    ),
+    "rtx4090": GpuSpec(
+        name="RTX 4090", hbm_bytes=24 * GIB, hbm_gbps=1008.0, bf16_tflops=165.2, fp32_tflops=82.6,
+        h2d_gbps=_A100.h2d_gbps, d2h_gbps=_A100.d2h_gbps, duplex_gbps=37.5,
+        source=(
+            "NVIDIA Ada architecture whitepaper: 24 GB GDDR6X at 1008 GB/s, BF16 with FP32 accumulate 165.2 TFLOP/s dense, "
+            "FP32 82.6; link: derived, one way the A100's rates, as both have PCIe 4.0 x16 (79 % of its 31.5 GB/s per "
+            "direction), both ways 75 % of their sum as on the H200"
+        ),
+    ),
+    "rtx5090": GpuSpec(
+        name="RTX 5090", hbm_bytes=32 * GIB, hbm_gbps=1792.0, bf16_tflops=209.5, fp32_tflops=104.8,
+        h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+        source=(
+            "NVIDIA RTX Blackwell architecture whitepaper: 32 GB GDDR7 at 1792 GB/s, BF16 with FP32 accumulate 209.5 TFLOP/s "
+            "dense, FP32 104.8; link: derived, the H200's rates, as both have PCIe 5.0 x16"
+        ),
+    ),
+    "gh200": GpuSpec(
+        name="GH200", hbm_bytes=96 * GIB, hbm_gbps=4000.0, bf16_tflops=989.5, fp32_tflops=67.0,
+        h2d_gbps=411.0, d2h_gbps=170.0, duplex_gbps=436.0,
+        source=(
+            "NVIDIA GH200 datasheet, 96 GB HBM3 and 480 GB LPDDR5X version: 4 TB/s, BF16 1979 TFLOP/s with sparsity (half is "
+            "dense), FP32 67; link: published rates of one machine's copy engines over NVLink-C2C (arXiv 2407.07850 has 375 "
+            "back, 297 out); derived, both ways 75 % of their sum as on the H200"
+        ),
+    ),
+    "mi300x": GpuSpec(
+        name="MI300X", hbm_bytes=192 * GIB, hbm_gbps=5300.0, bf16_tflops=1307.4, fp32_tflops=163.4,
+        h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+        source=(
+            "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, BF16 1307.4 TFLOP/s dense, FP32 163.4; link: derived, the "
+            "H200's rates, as both have PCIe 5.0 x16. For plans alone: sessions run on CUDA"
+        ),
+    ),
+}  # fmt: skip
 """Known GPUs by the name for `SimDevice` and `"sim:NAME"`."""
 
 

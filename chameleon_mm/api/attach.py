@@ -68,8 +68,7 @@ class Attachment:
     """Session that is attached to a model, until `detach`. Also a context manager that detaches at its end."""
 
     def __init__(self, session: SwapSession, model: nn.Module) -> None:
-        self.session = session
-        self._model = model
+        self.session, self._model = session, model
         self._bounds = StepBounds(session, lambda: (model,))
         self._of_model: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers known to have parameters of the model."""
@@ -208,8 +207,7 @@ class StepBounds:
 
     def __init__(self, session: SwapSession, models: Callable[[], Iterable[nn.Module]]) -> None:
         """`models()`: the models whose parameters a step trains."""
-        self.session = session
-        self.models = models
+        self.session, self.models = session, models
         self.thread = threading.current_thread()
         self._step: AbstractContextManager[SwapSession] | None = None
         self._optimizer_steps = 0

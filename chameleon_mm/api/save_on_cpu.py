@@ -103,16 +103,10 @@ class save_on_cpu:  # noqa: N801 - torch's name: a class used as a function
         rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
         self.pool = pool_for(device, pool)
         self.device = self.pool.device
-        self._executor = Executor(
-            self.device,
-            self.pool,
-            rule=rule,
-            limits=Limits(
-                hbm_budget_bytes=take_budget(AUTO, self.device).nbytes, leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES
-            ),
-            protected=ProtectedStorages(),
-            thresholds=thresholds,
-        )
+        budget_bytes = take_budget(AUTO, self.device).nbytes
+        limits = Limits(hbm_budget_bytes=budget_bytes, leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES)
+        protected = ProtectedStorages()
+        self._executor = Executor(self.device, self.pool, rule=rule, limits=limits, protected=protected, thresholds=thresholds)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*autograd_hooks(self._executor))
         self._entered = threading.local()
         """`times`: number of contexts that the thread is in. Hooks are per thread."""

@@ -42,8 +42,7 @@ class Trainings:
         check_type("optimizer_state", optimizer_state, bool, "True or False", "pass one of the two")
         check_keywords("SwapCallback", session_args, SwapSession, but=("model", "optimizer"))
         check_early(session_args)
-        self._session_args = session_args
-        self._optimizer_state = optimizer_state
+        self._session_args, self._optimizer_state = session_args, optimizer_state
         self._attachment: Attachment | None = None
         self._key: object = None
         self._thread = threading.current_thread()

@@ -75,13 +75,7 @@ class BlockView(Uncopied):
 
     def __init__(self, block: PinnedBlock, address: int, nbytes: int) -> None:
         self.block = block
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": (1,),
-        }
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
 
 
 def as_tensor(view: BlockView, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -176,9 +170,7 @@ class PinnedBlock(Uncopied):
     ) -> None:
         # A list, because `pop` is atomic: only one of two concurrent releases gets the ticket.
         self._take_turn = [ticket]
-        self._owner = owner
-        self._memory = memory
-        self._start = start
+        self._owner, self._memory, self._start = owner, memory, start
         self.nbytes: Final = nbytes
         """Requested bytes."""
         self.pending_events = events

@@ -27,9 +27,7 @@ class Growth:
     """Growth and shrinking of the pool of `ledger`, within `limit`. Thread-safe."""
 
     def __init__(self, ledger: Ledger, limit: MemoryLimit) -> None:
-        self._ledger = ledger
-        self._chunks = ledger.chunks
-        self._limit = limit
+        self._ledger, self._chunks, self._limit = ledger, ledger.chunks, limit
         self._resizing = threading.Lock()  # taken before `ledger.lock` if both are needed; log lines are written after both
 
     def allocate_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:

@@ -220,11 +220,8 @@ class StepHistory:
     ) -> None:
         """`tell`: called with the figures of each step. An error in it is logged and ends the calls, not the training."""
         self.completed = self.begun = self.began_bytes = 0
-        self.device = device
-        self._executor = executor
-        self.metrics = executor.metrics
-        self.pool = pool
-        self._tell = tell
+        self.device, self.pool, self._tell = device, pool, tell
+        self._executor, self.metrics = executor, executor.metrics
         self._watch: PeakWatch | None = None
         self._peak_is_over = False
         self._last_peak_bytes = self._warned = 0

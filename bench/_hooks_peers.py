@@ -182,9 +182,8 @@ def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, threshold
             taken = [step(own) for _ in range(UNPLANNED_STEPS)]
             before = hooks._executor.metrics.totals.bytes_swapped_out  # no report has the bytes moved: there is no session
             taken += [step(own) for _ in range(TIMED_STEPS)]
-        return _sample(
-            taken, left=(hooks._executor.metrics.totals.bytes_swapped_out - before) / (TIMED_STEPS * saves * TENSOR_BYTES)
-        )
+        moved_bytes = hooks._executor.metrics.totals.bytes_swapped_out - before
+        return _sample(taken, left=moved_bytes / (TIMED_STEPS * saves * TENSOR_BYTES))
 
 
 def _planned(

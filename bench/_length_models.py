@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,7 @@ class _Attention(nn.Module):
         rows, length, width = x.shape
         q, k, v = self.projections(x).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        mixed: Tensor = self.out(attended.transpose(1, 2).reshape(rows, length, width))
-        return mixed
+        return cast(Tensor, self.out(attended.transpose(1, 2).reshape(rows, length, width)))
 
 
 class _LlamaBlock(nn.Module):
@@ -51,8 +51,7 @@ class _LlamaBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
         h = self.ffn_norm(x)
-        out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
-        return out
+        return cast(Tensor, x + self.down(F.silu(self.gate(h)) * self.up(h)))
 
 
 class _Decoder(LengthModel):
@@ -116,8 +115,7 @@ class _BertBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x + F.dropout(self.attention(x), 0.1, self.training))
-        out: Tensor = self.ffn_norm(x + F.dropout(self.down(F.gelu(self.up(x))), 0.1, self.training))
-        return out
+        return cast(Tensor, self.ffn_norm(x + F.dropout(self.down(F.gelu(self.up(x))), 0.1, self.training)))
 
 
 class Bert(LengthModel):

@@ -27,9 +27,8 @@ def lengths_svg(session: LengthRun, unswapped: LengthRun, lengths: Sequence[int]
     def draw(figure: Figure) -> None:
         memory, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
         numbers = range(1, len(session.peaks) + 1)
-        memory.plot(
-            numbers, [peak / MIB for peak in unswapped.peaks], color="#b8bec8", linewidth=0.9, label="peak without a session"
-        )
+        without = [peak / MIB for peak in unswapped.peaks]
+        memory.plot(numbers, without, color="#b8bec8", linewidth=0.9, label="peak without a session")
         memory.axhline(hbm_budget_bytes / MIB, color="#111827", linewidth=1.1, linestyle="--", label="budget")
         for kind, colour in _COLOURS.items():
             of_kind = [i for i, one in enumerate(session.kinds) if one == kind]

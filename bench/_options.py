@@ -18,20 +18,15 @@ FILL: dict[str, Any] = {"width": 4096, "heads": 32, "ffn": 14336, "seq": 4096, "
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that every theme has: its device, and the file of its table."""
-    parser.add_argument(
-        "--device", metavar="DEVICE", help='"cuda", "cuda:1", "sim" or "sim:a100"; default: CUDA where there is one, else "sim"'
-    )
+    devices = '"cuda", "cuda:1", "sim" or "sim:a100"; default: CUDA where there is one, else "sim"'
+    parser.add_argument("--device", metavar="DEVICE", help=devices)
     parser.add_argument("--json", metavar="FILE", help="write the figures with their environment to FILE")
 
 
 def _add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of model and sizes on `parser`."""
-    parser.add_argument(
-        "--model",
-        choices=("llama", "gpt2", "vit", "resnet", "video-dit"),
-        default="llama",
-        help="what is trained (default llama)",
-    )
+    models = ("llama", "gpt2", "vit", "resnet", "video-dit")
+    parser.add_argument("--model", choices=models, default="llama", help="what is trained (default llama)")
     for name, what in (
         ("layers", "blocks; of a resnet: of each stage"), ("width", "residual stream; of a resnet: inside the first blocks"),
         ("heads", "attention heads"), ("ffn", "width inside SwiGLU, of the llama alone"),
@@ -46,11 +41,8 @@ def _add_size_arguments(parser: argparse.ArgumentParser) -> None:
 
 def copy(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
-    parser.add_argument(
-        "--sizes",
-        metavar="SIZE,...",
-        help="sizes of one copy, such as 1MiB,64MiB; default: 64KiB to 1GiB on a GPU, to 16MiB where a CPU does its work",
-    )
+    sizes = "sizes of one copy, such as 1MiB,64MiB; default: 64KiB to 1GiB on a GPU, to 16MiB where a CPU does its work"
+    parser.add_argument("--sizes", metavar="SIZE,...", help=sizes)
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="samples of each figure (default: %(default)s)")
 
 
@@ -63,12 +55,10 @@ def hooks(parser: argparse.ArgumentParser) -> None:
 def lengths(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
     parser.set_defaults(device="sim")
-    parser.add_argument(
-        "--distribution", choices=("uniform", "log-normal"), default="log-normal", help="of the lengths (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=200, metavar="N", help="steps, each of another length (default: %(default)s)"
-    )
+    kinds = ("uniform", "log-normal")
+    parser.add_argument("--distribution", choices=kinds, default="log-normal", help="of the lengths (default: %(default)s)")
+    steps = "steps, each of another length (default: %(default)s)"
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help=steps)
     parser.add_argument("--svg", metavar="FILE", help="write the run in the session as a picture to FILE (needs matplotlib)")
 
 
@@ -79,12 +69,8 @@ def overlap(parser: argparse.ArgumentParser) -> None:
 
 def pack(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
-    parser.add_argument(
-        "--sizes",
-        metavar="SIZE,...",
-        default="4KiB,16KiB,64KiB,256KiB,1MiB",
-        help="multiples of 512 bytes (default: %(default)s)",
-    )
+    sizes = "4KiB,16KiB,64KiB,256KiB,1MiB"
+    parser.add_argument("--sizes", metavar="SIZE,...", default=sizes, help="multiples of 512 bytes (default: %(default)s)")
     parser.add_argument("--svg", metavar="FILE", help="write the rates of many tensors as a picture to FILE")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="samples of each figure (default: %(default)s)")
 
@@ -110,11 +96,8 @@ def training(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
     _add_size_arguments(parser)
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="timed steps per peer, after its warm-up (default 4)")
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="each block is compiled; on a simulator: llama-7b instead, predicted from shapes; --batch, --seq, --layers",
-    )
+    compiled = "each block is compiled; on a simulator: llama-7b instead, predicted from shapes; --batch, --seq, --layers"
+    parser.add_argument("--compile", action="store_true", help=compiled)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default 0)")
 
 

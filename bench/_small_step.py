@@ -58,23 +58,20 @@ def small_step(device: Device, *, repeats: int, seed: int) -> tuple[Results, Bou
         for name in (IDENTITY, SESSION):
             pairs = zip(taken[name], taken[NO_SESSION], strict=True)
             rows[name]["ratio"] = figure([us / plain for us, plain in pairs], "x")
-        table.notes.append(
-            f"small model: an MLP of width {WIDTH} with {BLOCKS} norms, {ROWS} rows, SGD; {WARMUP_STEPS} steps of warm-up"
-        )
+        about = f"small model: an MLP of width {WIDTH} with {BLOCKS} norms, {ROWS} rows, SGD"
+        table.notes.append(f"{about}; {WARMUP_STEPS} steps of warm-up")
     for name, cells in rows.items():
         table.add(name, {"way": name, "width": WIDTH, "rows": ROWS}, cells)
     found = median_of(rows[SESSION]["ratio"])
-    return table, Bound(
-        name="small model, nothing to swap: host time of a step over no session", limit=MAX_RATIO, found=found, on_stand_in=True
-    )
+    name = "small model, nothing to swap: host time of a step over no session"
+    return table, Bound(name=name, limit=MAX_RATIO, found=found, on_stand_in=True)
 
 
 def _sample(device: Device, name: str, seed: int) -> float:
     """Host time of a step in microseconds: the mean of `TIMED_STEPS` steps."""
     torch.manual_seed(seed)
-    blocks = [
-        (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)
-    ]
+    wide = partial(nn.Linear, WIDTH, WIDTH)
+    blocks = [(wide(), nn.GELU(), nn.LayerNorm(WIDTH), wide(), nn.ReLU()) for _ in range(BLOCKS)]
     model = nn.Sequential(*chain.from_iterable(blocks)).to(device.torch_device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
     x = torch.randn(ROWS, WIDTH, device=device.torch_device)

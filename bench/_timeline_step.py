@@ -94,8 +94,7 @@ class _NotingStream:
     """A stream of a `WatchedDevice`."""
 
     def __init__(self, stream: SimStream, device: WatchedDevice) -> None:
-        self._stream = stream
-        self._device = device
+        self._stream, self._device = stream, device
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

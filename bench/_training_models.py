@@ -134,13 +134,9 @@ def gpt2(sizes: Sizes) -> Workload:
         ids = torch.randint(0, VOCABULARY, (sizes.batch, sizes.seq + 1), device=device)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    return Workload(
-        about=f"GPT-2: {sizes.layers} blocks, width {sizes.width}, {sizes.heads} heads, dropout {DROPOUT}, {sizes.batch} rows "
-        f"of {sizes.seq} tokens, {sizes.dtype}",
-        params=asdict(sizes),
-        make=make,
-        batch=batch,
-    )
+    size = f"{sizes.layers} blocks, width {sizes.width}, {sizes.heads} heads, dropout {DROPOUT}"
+    about = f"GPT-2: {size}, {sizes.batch} rows of {sizes.seq} tokens, {sizes.dtype}"
+    return Workload(about=about, params=asdict(sizes), make=make, batch=batch)
 
 
 def _of_blocks(model: GPT | VideoDiT, dtype: torch.dtype, checkpointed: bool) -> tuple[nn.Module, Loss]:
@@ -197,12 +193,8 @@ def _of_images(about: str, sizes: Sizes, kind: Callable[[Sizes, bool], ViT | Res
         images = torch.randn(sizes.batch, 3, sizes.seq, sizes.seq, dtype=dtype, device=device)
         return images, torch.randint(0, CLASSES, (sizes.batch,), device=device)
 
-    return Workload(
-        about=f"{about}, {sizes.batch} images of {sizes.seq} pixels a side, {sizes.dtype}",
-        params=asdict(sizes),
-        make=make,
-        batch=batch,
-    )
+    about = f"{about}, {sizes.batch} images of {sizes.seq} pixels a side, {sizes.dtype}"
+    return Workload(about=about, params=asdict(sizes), make=make, batch=batch)
 
 
 # --- the models

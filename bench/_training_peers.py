@@ -104,22 +104,14 @@ def peers(device: Device) -> tuple[Peer, ...]:
 
     Those of other libraries come last: the memory that they pin stays in torch's cache until the process ends.
     """
-    stock = (
-        Peer(
-            key="torch_save_on_cpu_modelled",
-            name="torch, modelled",
-            note="torch's save_on_cpu(pin_memory=True) needs CUDA: here a pair of hooks issues the copies that it would, "
-            "one per save, parameters included, both ways on the compute stream",
-            over_run=_modelled,
+    stock_note = "torch.autograd.graph.save_on_cpu(pin_memory=True)"
+    stock = Peer(key="torch_save_on_cpu", name="torch save_on_cpu", note=stock_note, over_run=_stock)
+    if device.simulated:
+        modelled_note = (
+            "torch's save_on_cpu(pin_memory=True) needs CUDA: here a pair of hooks issues the copies that it would, "
+            "one per save, parameters included, both ways on the compute stream"
         )
-        if device.simulated
-        else Peer(
-            key="torch_save_on_cpu",
-            name="torch save_on_cpu",
-            note="torch.autograd.graph.save_on_cpu(pin_memory=True)",
-            over_run=_stock,
-        )
-    )
+        stock = Peer(key="torch_save_on_cpu_modelled", name="torch, modelled", note=modelled_note, over_run=_modelled)
     return (
         Peer(key="no_swap", name="no swap", note="torch as it comes", over_run=_nothing),
         Peer(
@@ -319,14 +311,11 @@ def _torchtune(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Ar
 _TRL, _TORCHTUNE = "trl.models.activation_offloading", "torchtune.training"
 _LIBRARIES: tuple[tuple[str, str, str, str, OverRun], ...] = (
     (
-        "trl",
-        "TRL",
-        _TRL,
-        "its OffloadActivations, with streams, pinned memory and without the head, as its trainers use it",
-        _trl,
+        "trl", "TRL", _TRL,
+        "its OffloadActivations, with streams, pinned memory and without the head, as its trainers use it", _trl,
     ),
     ("torchtune", "torchtune", _TORCHTUNE, "its OffloadActivations, with streams and pinned memory", _torchtune),
-)
+)  # fmt: skip
 """Offloading of other libraries, as installed: extra that brings it, name, module, note, context."""
 
 

@@ -164,9 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return exit code 0 if every part passed, else 1."""
     parser = argparse.ArgumentParser(prog="python3 -m chameleon_mm.bench.gpu_suite", description=__doc__.splitlines()[0])
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the JSON record")
-    parser.add_argument(
-        "--minutes", type=float, default=BUDGET_S / 60, metavar="N", help="for everything (default: %(default)g)"
-    )
+    minutes = "for everything (default: %(default)g)"
+    parser.add_argument("--minutes", type=float, default=BUDGET_S / 60, metavar="N", help=minutes)
     args = parser.parse_args(arguments)
     console = Console()
     root = checkout_root()

@@ -117,9 +117,8 @@ def measure(device: Device, sizes: Sizes, *, repeats: int = 7) -> Report:
             if work == "gemm":
                 units = sizes.batches or count_for(partial(copies.run_us, ("d2h",)), _LONGER * alone_us)
                 row("packed", "gemm, packed D2H", packed, ("d2h",), units, ("compute", "copies", "together"))
-    return Report(
-        header=environment("overlap", device), tables=tables, bounds=bounds(device, tables["saturated"], tables["packed"])
-    )
+    found = bounds(device, tables["saturated"], tables["packed"])
+    return Report(header=environment("overlap", device), tables=tables, bounds=found)
 
 
 def bounds(device: Device, *tables: Results) -> list[Bound]:

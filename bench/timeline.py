@@ -11,6 +11,7 @@ Runs only on a simulator: reading the clocks of its streams does not change them
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -75,12 +76,8 @@ def beside_kernels(step: Step) -> float:
     copies_us = sum(copy.end_us - copy.start_us for copy in step.copies)
     if not copies_us:
         raise ValueError("beside_kernels: expected a step with copies, got one without; swap something")
-    beside_us = sum(
-        max(0.0, min(copy.end_us, kernel.end_us) - max(copy.start_us, kernel.start_us))
-        for copy in step.copies
-        for kernel in step.kernels
-    )
-    return beside_us / copies_us
+    pairs = product(step.copies, step.kernels)
+    return sum(max(0.0, min(a.end_us, b.end_us) - max(a.start_us, b.start_us)) for a, b in pairs) / copies_us
 
 
 def _cells(step: Step) -> dict[str, Cell]:

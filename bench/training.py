@@ -92,16 +92,12 @@ class Comparison:
     def __init__(self, device: Device, work: Workload, args: argparse.Namespace) -> None:
         self.baseline: PeerRun | None = None
         """Run without swapping; None: it has not run yet, or did not fit."""
-        self._device = device
-        self._work = work
-        self._args = args
+        self._device, self._work, self._args = device, work, args
         self._peers = Results("training", device, _columns(device))
         self._peers.notes.append(f"{work.about}, AdamW; seed {args.seed}; torch's deterministic kernels for every peer")
         if device.simulated:
             self._peers.notes.append("the simulated GPU's host takes no time: it would take more than kernels this small do")
-        self._planned = planned_table(device)
-        self._classes = classes_table(device)
-        self._bound = bound_table(device)
+        self._planned, self._classes, self._bound = planned_table(device), classes_table(device), bound_table(device)
         self._small: Results | None = None
         self._bounds: list[Bound] = []
         self._outcomes: dict[str, Outcome] = {}

@@ -33,9 +33,8 @@ def _add_size_arguments(parser: argparse.ArgumentParser) -> None:
         ("seq", "tokens per row; of images: pixels of a side; of videos: latents of a side"),
         ("batch", "rows, images or videos per step"),
     ):  # fmt: skip
-        parser.add_argument(
-            f"--{name}", type=int, metavar="N", help=f"{what} (llama: tiny {TINY[name]}, fill {FILL.get(name, 'fitted')})"
-        )
+        about = f"{what} (llama: tiny {TINY[name]}, fill {FILL.get(name, 'fitted')})"
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=about)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=f"tiny: {TINY['dtype']}, fill: {FILL['dtype']}")
 
 

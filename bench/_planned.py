@@ -93,9 +93,7 @@ def add_classes(table: Results, name: str, key: str, outcome: Outcome) -> None:
     found = outcome.followed
     assert found is not None
     nbytes = {**found.classes, "swapped": found.plan.moved_bytes, "out": found.swapped_bytes, "dropped": found.recomputed_bytes}
-    cells: dict[str, Cell] = {
-        column.key: Figure.of([nbytes[column.key] / GIB], "GiB", simulated=column.simulated) for column in table.columns
-    }
+    cells: dict[str, Cell] = {c.key: Figure.of([nbytes[c.key] / GIB], "GiB", simulated=c.simulated) for c in table.columns}
     table.add(name, {"peer": key}, cells)
 
 

@@ -85,9 +85,8 @@ class Report:
         return any(bound.held is False and bound.counted for bound in self.bounds)
 
     def to_dict(self) -> dict[str, Any]:
-        tables = {
-            part: {key: table.to_dict()[key] for key in ("columns", "rows", "notes")} for part, table in self.tables.items()
-        }
+        keys = ("columns", "rows", "notes")
+        tables = {part: {key: table.to_dict()[key] for key in keys} for part, table in self.tables.items()}
         bounds = [bound.to_dict() for bound in self.bounds]
         return {**self.header, "headline": self.headline, "tables": tables, "bounds": bounds}
 

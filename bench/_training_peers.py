@@ -112,25 +112,15 @@ def peers(device: Device) -> tuple[Peer, ...]:
             "one per save, parameters included, both ways on the compute stream"
         )
         stock = Peer(key="torch_save_on_cpu_modelled", name="torch, modelled", note=modelled_note, over_run=_modelled)
+    every = "torch.utils.checkpoint of every block, non-reentrant"
+    ours = "chameleon_mm.api.save_on_cpu: everything worth moving is moved"
     return (
         Peer(key="no_swap", name="no swap", note="torch as it comes", over_run=_nothing),
-        Peer(
-            key="checkpoint",
-            name="checkpointing",
-            note="torch.utils.checkpoint of every block, non-reentrant",
-            over_run=_nothing,
-            checkpointed=True,
-        ),
+        Peer(key="checkpoint", name="checkpointing", note=every, over_run=_nothing, checkpointed=True),
         *(_filling_peer(share, selective=selective) for share in FILLED_SHARES for selective in (False, True)),
         *(_session_peer(share, way) for share in SHARES for way in (PLANNED, SWAP_ONLY)),
         _session_peer(UNPLANNED_SHARE, UNPLANNED),
-        Peer(
-            key="chameleon_save_on_cpu",
-            name="our save_on_cpu",
-            note="chameleon_mm.api.save_on_cpu: everything worth moving is moved",
-            over_run=_ours_on_cpu,
-            ours=True,
-        ),
+        Peer(key="chameleon_save_on_cpu", name="our save_on_cpu", note=ours, over_run=_ours_on_cpu, ours=True),
         stock,
         *(
             Peer(
@@ -179,16 +169,9 @@ def session_key(share: float, way: str) -> str:
 
 def _session_peer(share: float, way: str) -> Peer:
     name = SHARES[share]
-    article = "an" if name.startswith("e") else "a"
-    return Peer(
-        key=session_key(share, way),
-        name=f"{name}, {way}",
-        note=f"chameleon_mm.SwapSession; its budget leaves {article} {name} of the unswapped activation memory; {_RULES[way]}",
-        over_run=partial(_session, way=way),
-        ours=True,
-        share=share,
-        way=way,
-    )
+    article, key, over_run = "an" if name.startswith("e") else "a", session_key(share, way), partial(_session, way=way)
+    note = f"chameleon_mm.SwapSession; its budget leaves {article} {name} of the unswapped activation memory; {_RULES[way]}"
+    return Peer(key=key, name=f"{name}, {way}", note=note, over_run=over_run, ours=True, share=share, way=way)
 
 
 def _filling_peer(share: float, *, selective: bool) -> Peer:

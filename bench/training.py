@@ -119,9 +119,8 @@ class Comparison:
         params = {"peer": peer.key, **self._work.params, "share": peer.share, "warmup_steps": warmup}
         self._peers.add(peer.name, params, _cells(outcome, baseline, self._device))
         if baseline is None:
-            self._bounds.append(
-                Bound(name=f"{peer.name} ran: the others are ratios to it", limit=1, found=0.0, at_most=False, counted=True)
-            )
+            name = f"{peer.name} ran: the others are ratios to it"
+            self._bounds.append(Bound(name=name, limit=1, found=0.0, at_most=False, counted=True))
             return
         if peer.ours:
             self._promise(peer, outcome, baseline)
@@ -140,9 +139,8 @@ class Comparison:
             self._bounds.append(Bound(name=f"{peer.name}: losses changed", limit=0, found=changed, counted=True))
         if peer.share is not None and peer.planned:
             peak = outcome if isinstance(outcome, Waived) else outcome.peak_allocated_bytes / baseline.budget_for(peer.share)
-            self._bounds.append(
-                Bound(name=f"{peer.name}: peak of the whole run / budget", limit=1, found=peak, on_stand_in=True)
-            )
+            name = f"{peer.name}: peak of the whole run / budget"
+            self._bounds.append(Bound(name=name, limit=1, found=peak, on_stand_in=True))
 
     def report(self) -> Report:
         """Report of all runs so far."""

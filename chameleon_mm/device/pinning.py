@@ -213,9 +213,8 @@ class PageLocker:
                 except (RuntimeError, OSError, OverflowError, MemoryError) as error:
                     # Only its text: a log record with the error would keep its frames and their pages alive.
                     reasons.append(str(error))
-                    self._warn(
-                        _log, "chameleon_mm: %s of pinned memory refused: %s (%d of its kind)", format_size(nbytes), reasons[-1]
-                    )
+                    refused = "chameleon_mm: %s of pinned memory refused: %s (%d of its kind)"
+                    self._warn(_log, refused, format_size(nbytes), reasons[-1])
                     # Else the next kernel launch of unrelated code would raise it.
                     self._calls.clear_error()
                     continue

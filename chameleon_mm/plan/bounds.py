@@ -170,9 +170,6 @@ def _crossing(a: tuple[float, float], b: tuple[float, float]) -> float:
     return (a[1] - b[1]) / (b[0] - a[0])
 
 
-# --- bounds
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ideal:
     """Relaxed bound of one step within one budget."""

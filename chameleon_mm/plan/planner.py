@@ -226,8 +226,6 @@ class HybridSearch:
         return spared
 
 
-# --- planner
-
 _WORTH_TRYING = 0.25
 """Maximum share by which a plan that only swaps may be slower in simulation and still be worth measuring."""
 _FASTER_US = 1e-3

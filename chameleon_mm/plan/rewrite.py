@@ -101,10 +101,8 @@ def find_recomputations(recipes: Recipes, dropped: Collection[int], held: Collec
         if not too_early:
             break
         gone -= too_early
-    read = {x for recomputation in recomputations for x in recomputation.sources}
-    return Recomputations(
-        by_hook=tuple(recomputations), dropped=tuple(sorted(gone)), held=tuple(sorted(read.intersection(holds))), first=first
-    )
+    read = sorted(holds.intersection(x for recomputation in recomputations for x in recomputation.sources))
+    return Recomputations(by_hook=tuple(recomputations), dropped=tuple(sorted(gone)), held=tuple(read), first=first)
 
 
 class _Walk:
@@ -145,9 +143,6 @@ class _Walk:
             passing=tuple(sorted(seen - made)),
             sources=tuple(sorted(sources)),
         )
-
-
-# --- rewrite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -212,11 +212,10 @@ class ActionColumns:
     def actions(self, tensors: Sequence[int]) -> tuple[Action, ...]:
         """Return the rows as actions. `tensors`: (n,) numbers in the trace."""
         columns = (self.nbytes, self.out_at, self.reclaim_at, self.in_at, self.use_at, self.again)
+        rows = zip(tensors, *(column.tolist() for column in columns), strict=True)
         return tuple(
             Action(tensor=tensor, nbytes=nbytes, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use_at, again=again)
-            for tensor, nbytes, out_at, reclaim_at, in_at, use_at, again in zip(
-                tensors, *(column.tolist() for column in columns), strict=True
-            )
+            for tensor, nbytes, out_at, reclaim_at, in_at, use_at, again in rows
         )
 
     def away(self, num_hooks: int) -> Int64s:

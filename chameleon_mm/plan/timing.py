@@ -155,9 +155,6 @@ def without_waits(trace: Trace, cost: LinkCost) -> Trace:
     return replace(trace, op_us=us)
 
 
-# --- timing
-
-
 class EngineSpan(NamedTuple):
     """Time span of a storage's copy in one direction."""
 

@@ -284,9 +284,8 @@ def full_recomputation(trace: Trace) -> FullRecomputation:
             best_peak, segments = peak, len(cuts) + 1
         parts = parts * 5 // 4 + 1
     forward_us = float(trace.op_us[trace.op_phase == StepPhase.FORWARD].sum())
-    return FullRecomputation(
-        segments=segments, peak_bytes=best_peak, step_us=trace.duration_us + forward_us, recomputed_us=forward_us
-    )
+    step_us = trace.duration_us + forward_us
+    return FullRecomputation(segments=segments, peak_bytes=best_peak, step_us=step_us, recomputed_us=forward_us)
 
 
 class _Segmenting:

@@ -25,9 +25,8 @@ MOST_ALLOCATIONS = 20_000
 def snapshot_of(trace: Trace) -> dict[str, Any]:
     """Return a snapshot like `torch.cuda.memory._snapshot()`: allocations in order, and those that outlive the step."""
     storages, inner = len(trace.tensor_bytes), np.flatnonzero(trace.op_inner_bytes)
-    size = np.concatenate(
-        (allocated_size(trace.tensor_bytes), trace.op_inner_bytes[inner], [peak_memory(trace).untouched_bytes])
-    )
+    untouched = [peak_memory(trace).untouched_bytes]
+    size = np.concatenate((allocated_size(trace.tensor_bytes), trace.op_inner_bytes[inner], untouched))
     born = np.concatenate((trace.tensor_born, trace.op_tick[inner], [-1]))
     dies = np.concatenate((trace.tensor_dies, trace.op_tick[inner], [trace.num_ticks]))
     makers, clock_us = makers_of(trace), trace.clock_us()

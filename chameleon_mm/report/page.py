@@ -143,9 +143,7 @@ def step_section(picture: StepPicture | None) -> str:
     thinned = f" Each point of a curve is the most within a {MOST_POINTS}th of the step." if thin else ""
     unlike = " Nobody recorded a step of these sizes: its trace follows from those of others." if source.predicted else ""
     rows = (("compute", "compute", picture.compute), ("out", "to the host", picture.out), ("back", "back", picture.back))
-    lanes = "".join(
-        f'<div class="lane"><span>{label}</span>{lane(name, bars, end_us, label)}</div>' for name, label, bars in rows
-    )
+    lanes = "".join(f'<div class="lane"><span>{text}</span>{lane(name, bars, end_us, text)}</div>' for name, text, bars in rows)
     memory = memory_shapes(thinned_memory(picture.planned), thinned_memory(picture.unswapped), budget_bytes, end_us, most)
     return (
         f'<section id="step"><h2>The step, by its plan <span class="badge">predicted</span></h2>'
@@ -176,9 +174,7 @@ def _legend(picture: StepPicture) -> str:
     drawn = {bar.kind for bar in (*picture.compute, *picture.out, *picture.back)}
     lines = (("planned", "", "by the plan"), ("unswapped", "", "without swapping"), ("budget", " dash", "budget"))
     rules = [f'<li><i class="rule{dash}" style="--c:var(--{colour})"></i>{text}</li>' for colour, dash, text in lines]
-    items = [
-        f'<li><i style="--c:var(--{CSS.get(kind, kind)})"></i>{text}</li>' for kind, text in _BARS.items() if kind in drawn
-    ]
+    items = [f'<li><i style="--c:var(--{CSS.get(key, key)})"></i>{text}</li>' for key, text in _BARS.items() if key in drawn]
     return f'<ul class="legend">{"".join(rules + items)}</ul>'
 
 
@@ -227,9 +223,8 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
     before = len(all_steps) - len(steps)
     older = f" The {before} before them are left out." if before else ""
     if warm_up := sum(step.warm_up for step in steps):
-        older += (
-            f" {'The first step is' if warm_up == 1 else f'The first {warm_up} steps are'} warm-up: none followed a plan yet."
-        )
+        first = "The first step is" if warm_up == 1 else f"The first {warm_up} steps are"
+        older += f" {first} warm-up: none followed a plan yet."
     return (
         f'<section id="steps"><h2>Steps</h2><p class="note">Steps {steps[0].index} to '
         f"{steps[-1].index}: peak of device memory against the budget, time, and stall. A step that was not timed has no time."

@@ -396,9 +396,8 @@ class SwapReport(Counters):
             return f"{peak}{f', at most {format_size(at_most)}' if peak.prefix else ''} ({budget}, held)"
         why = "the device's peak statistics were reset while the session was open"
         if at_most is not None:
-            why = (
-                f"the process had reached {format_size(at_most)} before the session; reset the device's peak before it to know"
-            )
+            reached = format_size(at_most)
+            why = f"the process had reached {reached} before the session; reset the device's peak before it to know"
         return f"{peak} ({budget}, not known whether held: {why})"
 
     def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
@@ -431,12 +430,10 @@ class SwapReport(Counters):
             text += "they may be used without it, replaced, or inside compiled code"
         elif "step_us" in self.pins:
             us, without_us = self.pins["step_us"], self.pins["step_us_without"]
-            more = f" ({100 * (us / without_us - 1):+.1f} %)" if us is not None and without_us else ""
+            by = f" ({100 * (us / without_us - 1):+.1f} %)" if us is not None and without_us else ""
             kept, never = (format_size(self.pins[name]) for name in ("kept_bytes", "never_recomputed_bytes"))
             steps = (format_us(step) if step is not None else "no plan" for step in (us, without_us))
-            text += ": {} kept, {} never recomputed; predicted step {} with them, {} without{}".format(
-                kept, never, *steps, more
-            )
+            text += ": {} kept, {} never recomputed; predicted step {} with them, {} without{}".format(kept, never, *steps, by)
         return [(f"pins{clock}", text)]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:

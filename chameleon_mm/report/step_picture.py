@@ -202,9 +202,6 @@ def _memory(tick_us: Float64s, nbytes: Int64s, end_us: float, start_bytes: int) 
     return Memory(at_us=at_us[changes], nbytes=most[changes], end_us=end_us)
 
 
-# --- bars of compute
-
-
 def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
     """Return the bars of compute. Neighbours of one kind are one bar. Each tensor for which compute waits has its own bar."""
     begin_us: list[float] = [*timeline.tick_us.tolist(), timeline.step_us]
@@ -237,9 +234,6 @@ def _add(bars: list[Bar], bar: Bar) -> None:
         bars[-1] = Bar(bar.kind, last.start_us, bar.end_us, -1)
     else:
         bars.append(bar)
-
-
-# --- tensors
 
 
 def _what_is_done(plan: SwapPlan) -> dict[int, _Done]:

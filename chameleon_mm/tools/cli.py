@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from chameleon_mm.device.protocols import Device
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+_AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 
 _DESCRIPTION = """\
 Swaps the activations of eager PyTorch training to pinned host memory and back, bit-exactly, overlapped with compute.
@@ -176,9 +177,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Make the parser, with the options of the command that `arguments` name and only the names of the others."""
-    parser = _Parser(
-        prog="chameleon-mm", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(prog="chameleon-mm", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=_AS_WRITTEN)
     parser.add_argument("--version", action="version", version=f"chameleon-mm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command, theme = (*arguments[:2], "", "")[:2]
@@ -206,9 +205,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add(commands: argparse._SubParsersAction[_Parser], name: str, about: str, description: str, epilog: str = "") -> _Parser:
-    return commands.add_parser(
-        name, help=about, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return commands.add_parser(name, help=about, description=description, epilog=epilog, formatter_class=_AS_WRITTEN)
 
 
 def _run_theme(name: str, args: argparse.Namespace, console: Console) -> int:

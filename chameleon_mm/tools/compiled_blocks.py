@@ -76,9 +76,8 @@ def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: fl
     def forward(*args: Any, **kwargs: Any) -> Any:
         key = _code_key(block), torch.is_grad_enabled(), str(tree_map(_shape_key, (held, args, kwargs)))
         if key not in codes:
-            code = aot_function(
-                functional, region, region, min_cut_rematerialization_partition, decompositions=select_decomp_table()
-            )
+            table = select_decomp_table()
+            code = aot_function(functional, region, region, min_cut_rematerialization_partition, decompositions=table)
             # The first call compiles, on fake tensors of its own: modes and hooks around it would disturb the trace.
             with (
                 _disable_current_modes(),

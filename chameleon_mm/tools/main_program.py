@@ -77,9 +77,8 @@ class Program:
         path = os.path.join(os.getcwd(), self.name)  # noqa: PTH109, PTH118  # os.path: "./" and links stay in `__file__`, as Python has them
         sys.argv = [self.name, *self.arguments]
         _first_in_path(str(Path(path).resolve().parent))
-        main = _main(
-            __cached__=None, __file__=path, __loader__=SourceFileLoader("__main__", path), __package__=None, __spec__=None
-        )
+        loader = SourceFileLoader("__main__", path)
+        main = _main(__cached__=None, __file__=path, __loader__=loader, __package__=None, __spec__=None)
         with io.open_code(path) as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)

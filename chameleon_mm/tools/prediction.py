@@ -479,9 +479,7 @@ def verdicts(prediction: Prediction) -> list[str]:
         lines.append(f"the plan is for torch._functorch.config.activation_memory_budget = {share:g}, set before blocks compile")
     if prediction.can_be_lowered:
         # Rounded up, because users may pass each of these texts as --hbm-budget.
-        smallest, hidden = (
-            format_size_up(nbytes) for nbytes in (prediction.smallest_budget_bytes, prediction.hidden_budget_bytes)
-        )
+        smallest, hidden = map(format_size_up, (prediction.smallest_budget_bytes, prediction.hidden_budget_bytes))
         lines.append(
             f"smallest budget{_within_host(prediction)}: {smallest} with any plan, {hidden} with all copies hidden (a step at "
             f"most {HIDDEN_WITHIN:.1%} longer)"
@@ -492,9 +490,8 @@ def verdicts(prediction: Prediction) -> list[str]:
         lines.append("swapping cannot lower the peak: nothing that could be away until its first use is idle then")
     if prediction.least_phase is StepPhase.OPTIMIZER and prediction.step.optimizer == "adamw":
         lines.append("what is left is the optimizer's: --optimizer adamw-fused has no temporaries")
-    of_any_batch = sum(
-        need.most_bytes for need in prediction.needs if need.name in ("parameters", "gradients", "optimizer state")
-    )
+    kinds = ("parameters", "gradients", "optimizer state")
+    of_any_batch = sum(need.most_bytes for need in prediction.needs if need.name in kinds)
     if of_any_batch > prediction.hbm_budget_bytes:
         lines.append(
             f"no batch helps: parameters, gradients and optimizer state alone are {format_size(of_any_batch)}; "
@@ -517,9 +514,8 @@ def assumptions(prediction: Prediction) -> list[str]:
     ]
     host_us = int(np.count_nonzero(trace.op_us)) * cost.launch_us
     if host_us > trace.duration_us:
-        lines.append(
-            f"the host would be late: launching the kernels takes it {format_us(host_us)}, at {cost.launch_us:g} us each"
-        )
+        takes = format_us(host_us)
+        lines.append(f"the host would be late: launching the kernels takes it {takes}, at {cost.launch_us:g} us each")
     if any("scaled_dot_product_flash_attention" in name for name in trace.op_names):
         lines.append("attention is fused: it saves q, k, v, its output and one float32 a row, no matrix of scores")
     if not _UNFUSED.isdisjoint(trace.op_names):

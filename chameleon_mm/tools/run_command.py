@@ -149,9 +149,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "chameleon-mm run [options] (script.py | -m MODULE) [args ...]"
     parser.allow_abbrev = False
     parser.add_argument("--hbm-budget", metavar="SIZE", help="device memory that a step may take: 20GiB, 80%% (default: auto)")
-    parser.add_argument(
-        "--host-budget", metavar="SIZE", help="pinned host memory at most: 64GiB, 30%% (default: the rank's part of half of it)"
-    )
+    host = "pinned host memory at most: 64GiB, 30%% (default: the rank's part of half of it)"
+    parser.add_argument("--host-budget", metavar="SIZE", help=host)
     parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, sim, sim:a100 (default: that of the parameters)")
     parser.add_argument("--min-bytes", metavar="SIZE", help="smaller saved storages stay on the device (default: 1MiB)")
     parser.add_argument("--no-recompute", action="store_true", help="plans only swap, and recompute nothing")
@@ -165,9 +164,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--progress", action="store_true", help="a line for each step on stderr")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to FILE, as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report to FILE, as a page")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the copies to FILE, for chrome://tracing and Perfetto"
-    )
+    copies = "write the copies to FILE, for chrome://tracing and Perfetto"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=copies)
 
 
 def count_own(arguments: Sequence[str]) -> int:

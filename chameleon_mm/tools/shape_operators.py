@@ -154,11 +154,8 @@ def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _NARROW else value
 
 
-# --- no arithmetic
-
 COMPUTED_BYTES = 4 * KIB
 """Maximum total bytes of inputs and results of operators that are computed. Counts and norms have no more."""
-
 
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -193,9 +190,7 @@ class _Outcome(NamedTuple):
         """Return the results of such a call with these arguments. `make` makes new tensors."""
         assert self.results is not None
         given = tree_flatten((args, kwargs))[0] if any(isinstance(one, _Given) for one in self.results) else ()
-        made = [
-            make(one) if isinstance(one, _New) else given[one.place] if isinstance(one, _Given) else one for one in self.results
-        ]
+        made = [make(it) if isinstance(it, _New) else given[it.place] if isinstance(it, _Given) else it for it in self.results]
         return made[0] if self.nest.is_leaf() else tree_unflatten(made, self.nest)
 
 

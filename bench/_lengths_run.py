@@ -30,7 +30,6 @@ Shape = tuple[int, int]
 """Rows and length of a batch."""
 
 Train = Callable[[int, Shape], object]
-"""Function that trains on the batch of a number and a shape."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

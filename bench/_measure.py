@@ -69,6 +69,10 @@ class Figure:
         return middle if steady else f"{middle} ({_digits(self.p20)}..{_digits(self.p80)})"
 
 
+def simulated_figure(value: float, unit: str) -> Figure:
+    return Figure.of([value], unit, simulated=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Waived:
     """Reason why a quantity could not be measured here."""

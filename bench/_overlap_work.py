@@ -23,7 +23,6 @@ from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.device.protocols import Device, Event, Stream
 
 PACKED_TENSORS = 64
-"""Tensors in a packed batch."""
 
 _RING = 4  # chunks of pinned memory that copies rotate among, so that none stays in the processor's cache
 

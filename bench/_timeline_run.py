@@ -46,7 +46,6 @@ class Comparison:
     unswapped: Step
     planned: Step
     plan: SwapPlan
-    """The plan that the step followed."""
     trace: Trace
     """Trace from which the plan was made."""
 

@@ -31,7 +31,6 @@ from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
 from chameleon_mm.tools.video_models import VideoDiT, VideoShape
 
 CLASSES = 10
-"""Classes of images that ViT and ResNet distinguish."""
 
 PATCHES = 16
 """Patches along a side of a ViT's image."""

@@ -83,7 +83,6 @@ class PeerRun:
     losses: Tensor
     """[warm-up and timed steps], float32 on the CPU."""
     step_us: tuple[float, ...]
-    """Times of the timed steps."""
     peak_allocated_bytes: int
     """Maximum bytes in live tensors over the whole run."""
     peak_reserved_bytes: int | None

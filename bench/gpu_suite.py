@@ -50,7 +50,6 @@ class Part:
     command: Sequence[str]
     """`{out}` stands for the file to write: a benchmark's record, or the JUnit report of tests."""
     cap_s: float
-    """Maximum time."""
     least_s: float
     """Minimum time for a start of the part; earlier parts reserve it."""
     rehearsal: Sequence[str] = ()
@@ -72,7 +71,6 @@ class Outcome:
     """Line for the summary."""
     seconds: float = 0.0
     tail: str = ""
-    """End of the part's output."""
     record: dict[str, Any] | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from chameleon_mm.bench._environment import write_text
 from chameleon_mm.bench._length_models import MODELS, lengths_of
 from chameleon_mm.bench._lengths_run import SMALL_GPU, LengthRun, run_lengths
 from chameleon_mm.bench._lengths_svg import lengths_svg
-from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns
+from chameleon_mm.bench._measure import Cell, Results, Waived, columns, simulated_figure
 from chameleon_mm.device import SimDevice, resolve_device
 from chameleon_mm.units import MIB, format_size
 
@@ -73,14 +73,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _cells(run: LengthRun, unswapped: LengthRun, name: str) -> dict[str, Cell]:
     cells: dict[str, Cell] = {
-        "time": _figure(sum(run.times_us) / sum(unswapped.times_us), "ratio"),
-        "peak": _figure(max(run.peaks) / MIB, "MiB"),
+        "time": simulated_figure(sum(run.times_us) / sum(unswapped.times_us), "ratio"),
+        "peak": simulated_figure(max(run.peaks) / MIB, "MiB"),
     }
     if name != "session":
         return cells | dict.fromkeys(("recorded", "in_part", "followed"), _NO_PLANS if run.kinds else _NO_SESSION)
     kinds = {"recorded": "recorded", "in_part": "partly_planned", "followed": "planned"}
-    return cells | {key: _figure(run.kinds.count(kind), "steps") for key, kind in kinds.items()}
-
-
-def _figure(value: float, unit: str) -> Figure:
-    return Figure.of([value], unit, simulated=True)
+    return cells | {key: simulated_figure(run.kinds.count(kind), "steps") for key, kind in kinds.items()}

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from chameleon_mm.bench._environment import write_text
-from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns
+from chameleon_mm.bench._measure import Cell, Results, Waived, columns, simulated_figure
 from chameleon_mm.bench._timeline_run import Comparison, watched
 from chameleon_mm.bench._timeline_step import Step
 from chameleon_mm.bench._timeline_svg import timeline_svg
@@ -82,17 +82,13 @@ def beside_kernels(step: Step) -> float:
 
 def _cells(step: Step) -> dict[str, Cell]:
     cells: dict[str, Cell] = {
-        "step": _figure(step.step_us / 1e3, "ms"),
-        "stall": _figure(step.stall_us, "us"),
-        "peak": _figure(step.peak_bytes / MIB, "MiB"),
+        "step": simulated_figure(step.step_us / 1e3, "ms"),
+        "stall": simulated_figure(step.stall_us, "us"),
+        "peak": simulated_figure(step.peak_bytes / MIB, "MiB"),
     }
     if not step.copies:
         return cells | dict.fromkeys(("out", "back", "beside"), _NONE_MOVED)
     for key, direction in (("out", "d2h"), ("back", "h2d")):
         moved = sum(copy.nbytes for copy in step.copies if copy.direction == direction)
-        cells[key] = _figure(moved / MIB, "MiB")
-    return cells | {"beside": _figure(100 * beside_kernels(step), "%")}
-
-
-def _figure(value: float, unit: str) -> Figure:
-    return Figure.of([value], unit, simulated=True)
+        cells[key] = simulated_figure(moved / MIB, "MiB")
+    return cells | {"beside": simulated_figure(100 * beside_kernels(step), "%")}

@@ -31,7 +31,6 @@ class GpuSpec:
     hbm_bytes: int
     """Device memory. A vendor's "GB" is 2**30 bytes here; drivers report 0.3-0.5 % less."""
     hbm_gbps: float
-    """Device memory bandwidth."""
     bf16_tflops: float
     """Rate of dense tensor-core bfloat16 with float32 accumulation (half of a figure "with sparsity")."""
     fp32_tflops: float

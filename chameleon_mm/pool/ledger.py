@@ -40,7 +40,6 @@ class PoolStats:
     peak_live_bytes: int
     """Maximum of `live_bytes`. A release counts from the pool's next call on."""
     peak_reserved_bytes: int
-    """Maximum of `reserved_bytes`."""
     largest_free_bytes: int
     """Bytes of the largest block that fits without another chunk."""
     num_live: int
@@ -49,7 +48,6 @@ class PoolStats:
     pageable_bytes: int = 0
     """Bytes of pageable blocks, not counted above: live blocks, and released blocks that the device still uses."""
     peak_pageable_bytes: int = 0
-    """Maximum of `pageable_bytes`."""
 
 
 class Ledger:

@@ -372,7 +372,6 @@ class ShapesAlone(FakeTensorMode):
 _PLAIN = (bool, int, float, str, *_NAMED)
 
 _VIEWS = _Outcome(None)
-"""Outcome of views of arguments."""
 
 
 def _is_plain(fake: Any) -> bool:

@@ -38,7 +38,6 @@ _NAMES = {
 }
 """Names of the rows, by the ways of a prediction."""
 
-
 _COLUMNS = {
     "step_ms": ("step ms", "predicted"),
     "ratio": ("x no swap", "step / step of no swap"),

@@ -25,7 +25,6 @@ SMALL_GPU = dataclasses.replace(
 )
 """GPU that is as slow as the models are small, so that copies and kernels take similar times."""
 
-
 Shape = tuple[int, int]
 """Rows and length of a batch."""
 

@@ -141,7 +141,6 @@ class Watch(TorchDispatchMode):
 
     def hooks(self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
         """Context of saved-tensor hooks that call `save` and `use`, watched."""
-
         return saved_tensors_hooks(partial(self._run_hook, save), partial(self._run_hook, use))
 
     def step(self, *, stall_us: float = 0.0) -> Step:

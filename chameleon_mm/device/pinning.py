@@ -118,7 +118,6 @@ _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_BIND = 2
 _PAGE_BYTES = 4096
 
-
 REGISTRATION_LIMIT_BYTES = 512 * GIB
 """Size in bytes at and above which one registration fails in the driver."""
 

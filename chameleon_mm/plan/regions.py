@@ -100,17 +100,14 @@ class PartitionChoice:
             return
         tried = {present * share: step_us(with_partition(trace, share)) for share in SHARES if present}
         times = {share: us for share, us in tried.items() if us is not None}
-        all_of_them = ", ".join(f"{share:g}: {_time(us)}" for share, us in {present: own, **tried}.items())
+        told = {share: "no plan fits" if us is None else format_us(us) for share, us in {present: own, **tried}.items()}
+        all_of_them = ", ".join(f"{share:g}: {text}" for share, text in told.items())
         best = min(times, key=times.__getitem__, default=None)
         if best is None or (own is not None and times[best] > (1 - WORTH_COMPILING) * own):
             self.text = f"{stays}; estimates by activation_memory_budget: {all_of_them}"
             return
         self.share = best
         self.text = f"activation_memory_budget {best:g}, compiled once more for it; estimates by that value: {all_of_them}"
-
-
-def _time(us: float | None) -> str:
-    return "no plan fits" if us is None else format_us(us)
 
 
 def region_lines(trace: Trace) -> list[str]:

@@ -29,7 +29,6 @@ from chameleon_mm.units import allocated_size
 Rank = Callable[[Problem], Sequence[float]]
 """Function that ranks the candidates of a problem, (n,). Candidates of lower rank are selected first."""
 
-
 GOLDEN = (sqrt(5) - 1) / 2
 """Fraction whose multiples spread evenly from 0 to 1, for any number of them."""
 

@@ -127,7 +127,6 @@ _DLPACK_CPU = (1, 0)
 """kDLCPU, the only DLPack device of a block. Fewer consumers accept kDLCUDAHost, the type of pinned memory. For host readers it
 is ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""
 
-
 Ticket = tuple[int, int | None]
 """Right to release a block once: the block's serial number, and its offset, or None for a block without an address. Not a
 NamedTuple, which takes 0.4 us to make, a tenth of the time for a whole block."""

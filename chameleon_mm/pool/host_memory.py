@@ -32,7 +32,6 @@ processes, writing at about 10 GB/s, can take 100 MB unnoticed, which is well be
 TRUSTED_SHARE = 16
 """Inverse of the share of a result that may be taken before the next reading. Only a reading shows the caller's own use."""
 
-
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 """Files with the limits of a control group, of versions 2 and 1. Above memory.high a process is delayed until enough is
 reclaimed. Pinned memory is never reclaimed, so the process would practically stop."""

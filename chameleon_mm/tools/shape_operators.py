@@ -92,12 +92,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return dropped
 
 
-def _rms_norm(
-    input: Tensor,  # noqa: A002 - F.rms_norm's name
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
+def _rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # noqa: A002 - F.rms_norm's name
     if weight is not None and weight.dtype != input.dtype:  # the fused kernel takes one dtype, on a GPU too
         return F.rms_norm(input, list(normalized_shape), weight, eps)
     normalised: Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)  # type: ignore[no-untyped-call]  # torch's

@@ -232,7 +232,6 @@ BUILT_IN: dict[str, LlamaShape | GPTConfig | ImageShape | VideoShape] = {
 }
 """Sizes from the papers on Llama 2 (arXiv 2307.09288) and Llama 3 (arXiv 2407.21783), and from GPT-2's configurations."""
 
-
 _GPT2_SAVES = (
     "this gpt2 has the fused GELU, and its loss in the dtype of its logits; Hugging Face's, with GELU written out and the loss "
     "in float32, saves more"

@@ -457,8 +457,7 @@ class SwapReport(Counters):
 
     def save_html(self, path: str | Path) -> None:
         """Write a self-contained page, for any browser without a network: memory, compute and copies over the latest planned
-        step, the plan's action on each tensor, all steps, and the figures. docs/report.md explains how to read it.
-        """
+        step, the plan's action on each tensor, all steps, and the figures. docs/report.md explains how to read it."""
         picture = None
         if self.planned is not None:
             with suppress(ValueError):  # a plan that cannot be carried out has no picture, as in `PlannedStep`
@@ -467,8 +466,7 @@ class SwapReport(Counters):
 
     def save_trace(self, path: str | Path) -> None:
         """Write the latest timed spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing: one track
-        each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
-        """
+        each for steps, compute, d2h and h2d, and counters of device memory and pinned memory."""
         told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
         about = {name: getattr(self, name) for name in told}
         write_trace(path, self.spans, self.timed, hbm_budget_bytes=self.hbm_budget_bytes, about=about)

@@ -212,9 +212,9 @@ class ValuesReadAsZero(TorchDispatchMode):
         return 0.0 if args[0].is_floating_point() else 0
 
 
-@cache  # reading a schema takes microseconds
+@cache
 def makes_views(func: Any) -> bool:
-    """True for an operator that returns views of its arguments, by its schema."""
+    """True for an operator that returns views of its arguments, by its schema, which is read once."""
     return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 

@@ -44,8 +44,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, print, write what was asked for. Returns 0; raises `ValueError` for an unknown device or a malformed size."""
     device = resolve_device(args.device)
     sizes = _parse_sizes(args.sizes) if args.sizes else _CPU_SIZES if computes_on_cpu(device) else _GPU_SIZES
-    results = measure(device, sizes, repeats=args.repeats)
-    results.deliver(args, console)
+    measure(device, sizes, repeats=args.repeats).deliver(args, console)
     return 0
 
 

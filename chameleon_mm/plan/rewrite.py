@@ -165,8 +165,7 @@ class RewrittenTrace:
     @classmethod
     def of(cls, recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> RewrittenTrace:
         """Rewrite `recipes.trace`. Raises as `find_recomputations` does. O(ticks + storages + operators that run again)."""
-        recomputations = find_recomputations(recipes, dropped, held)
-        return _Writer(recipes, recomputations).rewritten()
+        return _Writer(recipes, find_recomputations(recipes, dropped, held)).rewritten()
 
     def to_step(self, moves: ActionColumns) -> ActionColumns:
         """Return the moves in the step's hooks."""

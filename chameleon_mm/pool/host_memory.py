@@ -56,8 +56,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     `root`: parent of `proc` and `sys`. Without /proc/meminfo (not Linux), psutil is used. Read again before taking more: other
     processes change, and a virtual machine may get more memory only while it uses its present memory.
     """
-    limits = [*of_machine(root), *_of_cgroups(root)]
-    return max(0, min(limits, default=0))
+    return max(0, min([*of_machine(root), *_of_cgroups(root)], default=0))
 
 
 def auto_limit_bytes(*, available_bytes: int | None = None, held_bytes: int = 0) -> int:

@@ -152,8 +152,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Split `arguments` into our own and the command line of the program that `run` starts. The parser sees only our own."""
     if arguments[:1] != ["run"]:
         return arguments, []
-    module = importlib.import_module("chameleon_mm.tools.run_command")
-    count = 1 + module.count_own(arguments[1:])
+    count = 1 + importlib.import_module("chameleon_mm.tools.run_command").count_own(arguments[1:])
     return arguments[:count], arguments[count:]
 
 

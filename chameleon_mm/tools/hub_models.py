@@ -200,8 +200,7 @@ def fused_attention(transformers: Any, config: Any) -> str:
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "eager"  # torch's fused attention cannot cap scores
     name = "chameleon_mm_whole_rows"
-    sdpa = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
-    transformers.AttentionInterface.register(name, sdpa)
+    transformers.AttentionInterface.register(name, transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"])
     transformers.AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
     return name
 

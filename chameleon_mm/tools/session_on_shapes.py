@@ -240,8 +240,7 @@ def host_bytes_beside(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> 
     kinds = [TensorKind.OPTIMIZER] * swapped.optimizer + [TensorKind.PARAMETER] * swapped.parameters
     if swapped.parameters and hbm_budget - left_beside_window(step, swapped, hbm_budget) < step.window(_NO_LIMIT):
         kinds.append(TensorKind.GRADIENT)  # if everything fits the window, gradients stay there
-    leaves = np.isin(trace.tensor_kind, kinds) & (trace.tensor_bytes >= MIN_BYTES)
-    return int(trace.tensor_bytes[leaves].sum())
+    return int(trace.tensor_bytes[np.isin(trace.tensor_kind, kinds) & (trace.tensor_bytes >= MIN_BYTES)].sum())
 
 
 # --- Prediction of a session that swaps more than activations: the step's needs, and time and peak of its first steps

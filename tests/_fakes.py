@@ -177,7 +177,7 @@ class Faults:
             raise self.error(text)
 
 
-def refusing(error: type[Exception], *arguments: object) -> Callable[..., NoReturn]:
+def refusing(error: type[BaseException], *arguments: object) -> Callable[..., NoReturn]:
     """Replacement of any function, which raises a new `error(*arguments)` at each call."""
 
     def refuse(*_: object, **__: object) -> NoReturn:

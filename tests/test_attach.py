@@ -23,6 +23,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.report.step_history import StepFigures, log_values
 from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import KIB, MIB
+from tests._fakes import refusing
 from tests._programs import assert_same, on_a_thread
 
 pytestmark = pytest.mark.usefixtures("short_search")
@@ -187,17 +188,13 @@ def failures(where: torch.device, attach: Attach) -> list[Tensor]:
             if i == 1:
                 raise RuntimeError("in forward")
             if i == 3:
-                out.register_hook(fail)
+                out.register_hook(refusing(RuntimeError, "in backward"))
             out.square().mean().backward()
             optimizer.step()
         except RuntimeError:
             pass
         optimizer.zero_grad()
     return state_of(model, optimizer)
-
-
-def fail(grad: Tensor) -> None:
-    raise RuntimeError("in backward")
 
 
 def by_hand(where: torch.device, attach: Attach) -> list[Tensor]:

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from chameleon_mm.device.cuda import CudaDevice, CudaStream, cuda_device, cuda_is_available, visible_gpus
 from chameleon_mm.device.cuda.cuda_device import pinning_calls
-from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
+from chameleon_mm.device.packing import Packer, packed_offsets
 from chameleon_mm.device.pinning import PageLocker
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import MIB
+from tests._fakes import refusing
 from tests._memory_limit import fraction_of_memory
 from tests._programs import on_a_thread
 from tests.cuda_stand_in import control
@@ -44,13 +44,9 @@ def either(request: pytest.FixtureRequest) -> CudaDevice:
     return device
 
 
-def _random_bytes(nbytes: int) -> Tensor:
-    return torch.randint(256, (nbytes,), dtype=torch.uint8)
-
-
 def _round_trip(device: Device, nbytes: int) -> None:
     """Random bytes to the device and back, through three streams ordered by events alone."""
-    want = _random_bytes(nbytes)
+    want = torch.randint(256, (nbytes,), dtype=torch.uint8)
     up, down = device.alloc_pinned(nbytes + 1), device.alloc_pinned(nbytes + 1)
     up[:nbytes].copy_(want)
     down.fill_(0)
@@ -228,11 +224,7 @@ def test_it_says_what_it_is(cuda: CudaDevice) -> None:
 @pytest.mark.parametrize("where", ["current stream", "side stream"])
 def test_packing_is_exact(cuda: CudaDevice, by: str, where: str) -> None:
     if by == "copies":
-
-        def load() -> PackKernels:
-            raise ImportError("left out")
-
-        cuda.packer = Packer(load=load)
+        cuda.packer = Packer(load=refusing(ImportError, "left out"))
     compute = cuda.current_stream()
     stream = compute if where == "current stream" else cuda.new_stream("side")
     sizes = [1, 15, 16, 17, 4096, 100_001]

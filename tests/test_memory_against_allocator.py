@@ -97,15 +97,11 @@ def inner_bytes(trace: Trace) -> int:
 
 def foreign_bytes(trace: Trace, other: Trace) -> int:
     """Bytes at the peak of `trace` in storages that were made by operators of which `other` has none."""
-    there = _there_at_peak(trace)
+    tick = peak_memory(trace).tick
+    there = (trace.tensor_born <= tick) & (trace.tensor_dies >= tick)
     foreign = [trace.op_names[name] not in other.op_names for name in trace.op_name]
     made = np.isin(trace.tensor_born, trace.op_tick[np.array(foreign, np.bool_)])
     return int(allocated_size(trace.tensor_bytes[there & made]).sum())
-
-
-def _there_at_peak(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    tick = peak_memory(trace).tick
-    return np.asarray((trace.tensor_born <= tick) & (trace.tensor_dies >= tick))
 
 
 def _begin(device: Device) -> int:

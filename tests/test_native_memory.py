@@ -13,6 +13,7 @@ from chameleon_mm.device import native
 from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.cuda.cuda_device import reader, torch_reader
 from chameleon_mm.units import KIB, MIB
+from tests._fakes import refusing
 from tests._native import BUILDS, helper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_gc")]
@@ -67,9 +68,7 @@ def test_an_allocator_that_counts_elsewhere_is_read_by_torch(monkeypatch: pytest
 
 
 def test_a_helper_that_cannot_read_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(index: int) -> Any:
-        raise RuntimeError("Allocator not initialized for device")
-
+    read = refusing(RuntimeError, "Allocator not initialized for device")
     monkeypatch.setattr(native, "load", lambda name: SimpleNamespace(read=read))
     assert reader(torch.cuda.current_device())() == torch_reader(torch.cuda.current_device())
 

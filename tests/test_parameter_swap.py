@@ -21,6 +21,7 @@ from chameleon_mm.state import parameter_watch as watch
 from chameleon_mm.state.hosted import HostedStorage, Where
 from chameleon_mm.state.parameter_swap import ParameterSwap, plain_parts
 from chameleon_mm.units import KIB, MIB
+from tests._fakes import refusing
 from tests._ordering import SLOW_LINK
 from tests._parameter_programs import OPTIMIZERS, PROGRAMS, WIDTH, Make, Plain, Swapped, go_on, mlp, train
 from tests._programs import same
@@ -234,15 +235,12 @@ def test_an_error_in_a_step_leaves_all_as_in_plain_pytorch(device: Device) -> No
                     if at == "forward" and i == 4:
                         raise RuntimeError("the user's own")
                     if at == "backward" and i == 4:
-                        x.register_hook(refuse)
+                        x.register_hook(refusing(RuntimeError, "the user's own"))
                 x.square().mean().backward()
             del x
         loop.stepped.step()
         loop.stepped.zero_grad()
         return [*seen, *go_on(loop, 2)]
-
-    def refuse(grad: Tensor) -> None:
-        raise RuntimeError("the user's own")
 
     plain = Plain(device.torch_device)
     expected = fail(plain)

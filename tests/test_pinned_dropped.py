@@ -21,6 +21,7 @@ from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import MIB
+from tests._fakes import refusing
 from tests._programs import on_a_thread
 from tests._run_scripts import ROOT, python
 from tests.cuda_stand_in import control
@@ -175,11 +176,8 @@ def test_without_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_release_after_an_event_records_no_other(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Device) -> tuple[Event, ...]:
-        raise AssertionError("expected the event alone, got all work of the device asked for")
-
     with PinnedPool(SIZE, device) as pool:
-        monkeypatch.setattr(type(device), "record_all", refuse)
+        monkeypatch.setattr(type(device), "record_all", refusing(AssertionError, "all work of the device asked for"))
         side, d2h = device.new_stream("side"), device.new_stream("d2h")
         block = pool.allocate(SIZE)
         block.tensor((SIZE,), torch.uint8).fill_(1)

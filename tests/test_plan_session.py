@@ -34,6 +34,7 @@ from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic
 from chameleon_mm.tools.step_on_shapes import TrainingStep
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, Workload
 from chameleon_mm.units import KIB, MIB, format_us
+from tests._fakes import refusing
 from tests._traces import away_before_first_uses_alone
 from tests._user_modules import write_module
 
@@ -307,10 +308,7 @@ def test_a_session_that_swaps_both_tells_all(models: str, tmp_path: Path, capsys
 def test_options_that_make_no_sense_are_refused_before_anything_is_built(
     options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def never(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("built")
-
-    monkeypatch.setattr("chameleon_mm.tools.plan_command.source_of", never)
+    monkeypatch.setattr("chameleon_mm.tools.plan_command.source_of", refusing(AssertionError, "built"))
     assert main(["plan", "gpt2", *options]) == 2
     error = capsys.readouterr().err
     assert said in error

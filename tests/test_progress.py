@@ -26,6 +26,7 @@ from chameleon_mm.report import step_history
 from chameleon_mm.report.step_history import StepFigures, parts_of, sums_of
 from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import GIB, MIB, format_us
+from tests._fakes import refusing
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -305,20 +306,14 @@ def test_an_error_in_the_function_is_logged_once_and_holds_nothing(device: Devic
 
 
 def test_an_error_in_the_function_does_not_take_the_place_of_the_steps(device: Device) -> None:
-    def broken(step: StepFigures) -> None:
-        raise ZeroDivisionError
-
-    session = session_on(device, progress=broken)
+    session = session_on(device, progress=refusing(ZeroDivisionError))
     with pytest.raises(KeyError) as caught, session, session.step():
         raise KeyError("the step's own")
     assert caught.value.__context__ is None
 
 
 def test_an_interrupt_in_the_function_ends_the_training_with_the_step_over(sim: cm.SimDevice) -> None:
-    def interrupted(step: StepFigures) -> None:
-        raise KeyboardInterrupt
-
-    training, session = Training(sim), session_on(sim, hbm_budget="64MiB", progress=interrupted)
+    training, session = Training(sim), session_on(sim, hbm_budget="64MiB", progress=refusing(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt), session:
         for number in range(STEPS):
             with session.step():
@@ -329,10 +324,6 @@ def test_an_interrupt_in_the_function_ends_the_training_with_the_step_over(sim: 
 
 
 # --- a step that runs again
-
-
-def raises_out_of_memory(step: StepFigures) -> None:
-    raise torch.OutOfMemoryError("in my own code")
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -349,7 +340,8 @@ def test_a_step_that_runs_again_is_two_and_the_function_makes_none_run_again(dev
         training.optimizer.zero_grad()
         return loss.detach()
 
-    session = session_on(device, model=training.model, progress=raises_out_of_memory if raises else told.append)
+    progress: Any = refusing(torch.OutOfMemoryError, "in my own code") if raises else told.append
+    session = session_on(device, model=training.model, progress=progress)
     with session:
         losses = [session.run_step(partial(step, number)) for number in range(STEPS)]
     report = session.report()

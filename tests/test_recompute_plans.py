@@ -22,6 +22,7 @@ from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.swap.forms import Original
 from chameleon_mm.swap.metrics import StepTime
 from chameleon_mm.swap.recipe_runner import Comparisons, RecipeRunner
+from tests._fakes import refusing
 from tests._mix_models import bits
 from tests._random_models import far_ahead
 from tests._runs import Run, run_steps
@@ -200,10 +201,7 @@ def test_what_is_recomputed_is_compared_each_time(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("each_watch")
 def test_an_error_of_an_operator_in_a_proof_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: Any, exclude: Any) -> None:
-        raise RuntimeError("it does not run in this mode")
-
-    monkeypatch.setattr(RecipeRunner, "_run", fails)
+    monkeypatch.setattr(RecipeRunner, "_run", refusing(RuntimeError, "it does not run in this mode"))
     run = train(8, budget_for(0.4), device=far_ahead())
     assert run.seen == plainly(8).seen
     assert totals(run).recomputed == 0

@@ -31,7 +31,7 @@ from chameleon_mm.record import recorder as recorder_module
 from chameleon_mm.record.dispatch_state import is_on
 from chameleon_mm.record.recorder import _INTERRUPTED, Recorder, RecordingHooks
 from chameleon_mm.units import MIB
-from tests._fakes import Unwatched
+from tests._fakes import Unwatched, refusing
 from tests._programs import assert_same, deep, on_a_thread
 
 pytestmark = [
@@ -109,12 +109,8 @@ def failing(x: Tensor) -> list[Tensor]:
 
 def raise_in_the_middle(x: Tensor) -> None:
     half = deep(x)
-    half.register_hook(_raises)
+    half.register_hook(refusing(ValueError, "the user's own"))
     deep(half).sum().backward()
-
-
-def _raises(grad: Tensor) -> None:
-    raise ValueError("the user's own")
 
 
 class Counts(TorchDispatchMode):
@@ -429,15 +425,12 @@ class Fails(TorchDispatchMode):
 def test_a_recorded_step_that_does_not_end(where: str, error: type[BaseException], device: Callable[[], cm.SimDevice]) -> None:
     """The next one is recorded in its place."""
 
-    def fails(grad: Tensor) -> None:
-        raise error("the user's own")
-
     def interrupted(x: Tensor) -> None:
         half = deep(x)
         if where == "an operator":
             below.errors.append(error("the user's own"))
         elif where == "backward":
-            half.register_hook(fails)
+            half.register_hook(refusing(error, "the user's own"))
         else:
             raise error("the user's own")
         deep(half).sum().backward()
@@ -492,9 +485,7 @@ class Opaque(Tensor):
 def test_a_tensor_that_cannot_be_looked_at_costs_the_trace_and_not_the_step(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(self: Tensor) -> None:
-        raise NotImplementedError("no storage to look at")
-
+    refuses = refusing(NotImplementedError, "no storage to look at")
     monkeypatch.setattr(Opaque, "untyped_storage", refuses, raising=False)
     device = Unwatched()
     recorder = Recorder(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.record.step_log import UNMOVABLE, EventTimes, PricedTimes, content_of, describe_tensor
 from chameleon_mm.tools.demo import GPT, GPTConfig
+from tests._fakes import refusing
 from tests._trace_records import hooks_of, ops_of, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -391,9 +391,7 @@ def test_timing_counts_no_flops_by_reading_the_device(monkeypatch: pytest.Monkey
     """And a formula of torch's that fails on an operator's arguments does not end the step."""
     from torch.utils import flop_counter
 
-    def fails(*_: Any, **__: Any) -> int:
-        raise AssertionError("not these arguments")
-
+    fails = refusing(AssertionError, "not these arguments")
     monkeypatch.setitem(flop_counter.flop_registry, torch.ops.aten.mm, fails)
     x = square()
     recorder = Recorder(sim, times=EventTimes(sim, ops_per_event=2))  # outside of compute(), whose own price would ask too

@@ -69,10 +69,6 @@ def with_a_snapshot(training: Training, session: cm.SwapSession) -> None:
             training.step()
 
 
-def told_of_each_step(device: Device, **options: Any) -> cm.SwapSession:
-    return cm.SwapSession(BUDGET, "64MiB", device, min_bytes=1024, progress=list[object]().append, **options)
-
-
 OPTIONS: dict[str, Callable[[Training], dict[str, Any]]] = {
     "nothing": lambda training: {},
     "model": lambda training: {"model": training.model},
@@ -117,7 +113,7 @@ def test_a_session_goes_with_its_last_reference(
             chosen = options(training)
             if way is with_a_snapshot:
                 chosen |= {"model": training.model, "optimizer": training.optimizer}
-            session = told_of_each_step(device, **chosen)
+            session = cm.SwapSession(BUDGET, "64MiB", device, min_bytes=1024, progress=list[object]().append, **chosen)
             refs = training.refs() | {"session": weakref.ref(session), "executor": weakref.ref(session._executor)}
             way(training, session)
             return refs

@@ -396,9 +396,7 @@ def test_a_file_that_the_system_refuses_to_let_grow_is_one_line(sim: cm.SimDevic
 
 
 def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(**_: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
+    refused = refusing(PermissionError, errno.EACCES, "Permission denied")
     monkeypatch.setattr("chameleon_mm.state.checkpoint_folder.tempfile.TemporaryFile", refused)
     with pytest.raises(PermissionError, match=r"expected a folder that may be written, got .*; choose another") as failure:
         written(tmp_path / "run")

@@ -30,6 +30,7 @@ from chameleon_mm.swap.recomputing import Recomputing
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.step_loop import LoopSlot, Saved, StepLoop
 from chameleon_mm.swap.swap_ins import Rescue
+from tests._fakes import refusing
 from tests._native import keep_first_plan
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
@@ -480,7 +481,7 @@ def test_an_error_as_all_is_given_back_is_told_and_the_next_step_is_right(monkey
         with session.step():
             loss = work.forward(WORD)
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(HandOver, "_adopt", interrupted)
+                patch.setattr(HandOver, "_adopt", refusing(KeyboardInterrupt))
                 session.report()
             with pytest.raises(RuntimeError, match="expected the session's record of it, got none"):
                 loss.backward()
@@ -492,10 +493,6 @@ def test_an_error_as_all_is_given_back_is_told_and_the_next_step_is_right(monkey
         pool = session.pool
     assert [found] == plainly(OnSim(), [WORD])
     assert pool.stats().num_live == 0
-
-
-def interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_child_that_is_forked_while_another_thread_has_the_lock_does_not_hang() -> None:

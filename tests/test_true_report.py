@@ -16,11 +16,11 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.device.operators import OpCall
 from chameleon_mm.record.step_log import StepLog
 from chameleon_mm.swap.hook_counts import UNNAMED_STEPS
 from chameleon_mm.swap.metrics import Metrics, StepKind
 from chameleon_mm.units import MIB, format_size, parse_size
+from tests._fakes import refusing
 from tests._programs import deep, on_a_thread
 from tests.test_progress import line_of
 
@@ -431,10 +431,7 @@ def test_a_warning_is_logged_once_and_counted(sim: cm.SimDevice, caplog: pytest.
 def test_operators_that_no_recorder_can_write_down_are_told_once_and_counted(
     sim: cm.SimDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(self: StepLog, call: OpCall) -> None:
-        raise NotImplementedError("no storage to look at")
-
-    monkeypatch.setattr(StepLog, "before", refuses)
+    monkeypatch.setattr(StepLog, "before", refusing(NotImplementedError, "no storage to look at"))
     x, session = leaf(sim), opened(sim)
     with caplog.at_level(logging.WARNING, "chameleon_mm"), session:
         for _ in range(3):

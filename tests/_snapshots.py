@@ -1,8 +1,7 @@
 """A training whose steps draw random numbers, write buffers and add to gradients that exist, for tests of snapshots.
 
     plain = plainly("AdamW, foreach", at, range(6))                # nothing of ours
-    training = Training("AdamW, foreach", at)
-    session = session_of(training, device, "parameters")
+    training, session = opened("AdamW, foreach", device, "parameters")
 
 Every second step leaves its gradients, and the next one adds to them: a snapshot after it has some.
 """
@@ -100,6 +99,11 @@ def session_of(training: Training, device: Device, kind: str, **given: Any) -> c
     if kind == "parameters":
         given["parameters"] = "swap"
     return cm.SwapSession(budget, device=device, model=training.model, **given)
+
+
+def opened(name: str, device: Device, kind: str, **given: Any) -> tuple[Training, cm.SwapSession]:
+    training = Training(name, device.torch_device)
+    return training, session_of(training, device, kind, **given)
 
 
 def steps(session: cm.SwapSession, training: Any, numbers: Iterable[int]) -> None:

@@ -25,7 +25,7 @@ from chameleon_mm.state.tensor_copy import Copier, TensorCopy
 from tests._fakes import Faults, refusing
 from tests._mix_models import bits
 from tests._programs import same
-from tests._snapshots import OPTIMIZERS, RUNS, Training, away, plainly, read, session_of, steps
+from tests._snapshots import OPTIMIZERS, RUNS, Training, away, opened, plainly, read, session_of, steps
 from tests.test_run_step import SHORT, Fails
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -35,8 +35,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 def test_training_goes_on_from_it_with_plain_pytorchs_bits(kind: str, name: str, device: Device) -> None:
     expected = plainly(name, device.torch_device, range(6))
     with device.compute():
-        training = Training(name, device.torch_device)
-        session = session_of(training, device, kind, plans="foreach" in name, recompute=False)
+        training, session = opened(name, device, kind, plans="foreach" in name, recompute=False)
         with session.pool, session:
             steps(session, training, range(3))
             there = away(session, training)
@@ -73,8 +72,7 @@ def test_what_hooks_of_state_dict_make_of_parameters_that_are_away(device: Devic
 def test_state_and_gradients_that_are_newer_go_and_those_that_are_gone_come_back(kind: str, device: Device) -> None:
     name = "AdamW, foreach"
     with device.compute():
-        training = Training(name, device.torch_device)
-        session = session_of(training, device, kind)
+        training, session = opened(name, device, kind)
         with session.pool, session:
             first = session.snapshot()
             before = training.outcome()
@@ -110,8 +108,7 @@ def test_one_that_finds_no_device_memory_is_restored_once_there_is_some(
         return made_from(copier, copied)
 
     with sim.compute():
-        training = Training("AdamW, foreach", sim.torch_device)
-        session = session_of(training, sim, "optimizer")
+        training, session = opened("AdamW, foreach", sim, "optimizer")
         with session.pool, session:
             steps(session, training, range(3))
             session.snapshot()
@@ -130,8 +127,7 @@ def test_one_that_finds_no_device_memory_is_restored_once_there_is_some(
 def test_restoring_takes_no_more_device_memory_than_the_window(sim: cm.SimDevice) -> None:
     """State that is away is written on the host."""
     with sim.compute():
-        training = Training("AdamW, foreach", sim.torch_device)
-        session = session_of(training, sim, "parameters")
+        training, session = opened("AdamW, foreach", sim, "parameters")
         with session.pool, session:
             steps(session, training, range(4))  # no gradients are left
             sim.reset_peaks()
@@ -223,8 +219,7 @@ def test_tensors_of_every_kind(device: Device, tmp_path: Path) -> None:
 
 def test_its_memory_goes_back_when_it_is_released_replaced_or_dropped(device: Device) -> None:
     with device.compute():
-        training = Training("SGD", device.torch_device)
-        session = session_of(training, device, "neither")
+        training, session = opened("SGD", device, "neither")
         pool = session.pool
         with session:
             first = session.snapshot()
@@ -250,8 +245,7 @@ def model_bytes(model: nn.Module) -> int:
 
 def test_it_lies_in_ordinary_memory_where_no_more_can_be_pinned(device: Device) -> None:
     with device.compute():
-        training = Training("SGD", device.torch_device)
-        session = session_of(training, device, "neither", host_budget="64KiB")
+        training, session = opened("SGD", device, "neither", host_budget="64KiB")
         with session:
             before = training.outcome()
             session.snapshot()
@@ -271,8 +265,7 @@ def test_one_that_finds_no_memory_leaves_nothing(sim: cm.SimDevice, monkeypatch:
         return allocate(pool, nbytes)
 
     with sim.compute():
-        training = Training("SGD, momentum", sim.torch_device)
-        session = session_of(training, sim, "optimizer")
+        training, session = opened("SGD, momentum", sim, "optimizer")
         with session.pool as pool, session:
             steps(session, training, (0,))
             there = pool.stats().live_bytes
@@ -304,8 +297,7 @@ def test_one_that_finds_no_memory_leaves_nothing(sim: cm.SimDevice, monkeypatch:
 def test_a_step_whose_optimizer_had_begun_is_repaired_and_run_again(kind: str, name: str, device: Device) -> None:
     expected = plainly(name, device.torch_device, range(3))
     with device.compute():
-        training = Training(name, device.torch_device)
-        session = session_of(training, device, kind)
+        training, session = opened(name, device, kind)
         with session.pool, session:
             steps(session, training, (0,))
             for number in (1, 2):
@@ -320,8 +312,7 @@ def test_a_step_that_fails_before_its_optimizer_runs_again_without_one(device: D
     name = "AdamW, fused"
     expected = plainly(name, device.torch_device, range(3))
     with device.compute():
-        training = Training(name, device.torch_device)
-        session = session_of(training, device, "parameters")
+        training, session = opened(name, device, "parameters")
         with session.pool, session:
             for number in range(3):
                 if number:
@@ -342,8 +333,7 @@ def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monke
         return leave(swap, params)
 
     with device.compute():
-        training = Training(name, device.torch_device)
-        session = session_of(training, device, "parameters")
+        training, session = opened(name, device, "parameters")
         with session.pool, session:
             monkeypatch.setattr(OptimizerSwap, "leave", fails)
             for number in range(3):
@@ -355,8 +345,7 @@ def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monke
 
 def test_a_step_that_never_fits_leaves_everything_as_it_was(sim: cm.SimDevice) -> None:
     with sim.compute():
-        training = Training("AdamW, fused", sim.torch_device)
-        session = session_of(training, sim, "optimizer")
+        training, session = opened("AdamW, fused", sim, "optimizer")
 
         def never() -> None:
             training.step(5)
@@ -395,8 +384,7 @@ def test_an_optimizer_that_the_session_does_not_know_is_an_obstacle(sim: cm.SimD
 
 def test_one_of_another_model_or_optimizer_is_refused(sim: cm.SimDevice) -> None:
     with sim.compute():
-        training = Training("AdamW, foreach", sim.torch_device)
-        session = session_of(training, sim, "optimizer")
+        training, session = opened("AdamW, foreach", sim, "optimizer")
         with session:
             steps(session, training, range(2))
             snapshot = session.snapshot()
@@ -444,8 +432,7 @@ def test_one_of_another_model_or_optimizer_is_refused(sim: cm.SimDevice) -> None
 
 def test_when_and_what_it_may_be_called_with(sim: cm.SimDevice, tmp_path: Path) -> None:
     with sim.compute():
-        training = Training("SGD", sim.torch_device)
-        session = session_of(training, sim, "neither")
+        training, session = opened("SGD", sim, "neither")
         for call in (session.snapshot, session.restore):
             with pytest.raises(cm.SessionClosedError, match="expected an open session, got one that is new"):
                 call()
@@ -495,8 +482,7 @@ def test_when_and_what_it_may_be_called_with(sim: cm.SimDevice, tmp_path: Path) 
 def test_parameters_and_state_wherever_they_are(taken_at: Where, restored_at: Where, device: Device) -> None:
     name = "SGD, momentum"
     with device.compute():
-        training = Training(name, device.torch_device)
-        session = session_of(training, device, "parameters")
+        training, session = opened(name, device, "parameters")
         with session.pool, session:
             steps(session, training, range(2))
             put(session, training, taken_at)

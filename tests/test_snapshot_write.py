@@ -28,7 +28,7 @@ from chameleon_mm.state import checkpoint_folder
 from tests._fakes import refusing
 from tests._programs import at_once, same
 from tests._run_scripts import environment, python
-from tests._snapshots import RUNS, Training, plainly, read, session_of, steps
+from tests._snapshots import RUNS, Training, opened, plainly, read, session_of, steps
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -318,8 +318,7 @@ def test_memory_that_is_written_goes_back_when_the_write_ends(
 ) -> None:
     held = Held(monkeypatch)
     with sim.compute():
-        training = Training("SGD", sim.torch_device)
-        session = session_of(training, sim, "neither")
+        training, session = opened("SGD", sim, "neither")
         with session.pool, session:
             snapshot = session.snapshot()
             weights = {name: value.clone() for name, value in training.model.state_dict().items()}
@@ -354,8 +353,7 @@ def test_a_write_that_fails_raises_at_its_wait_and_leaves_the_checkpoint_before(
     before = contents(path)
     Held(monkeypatch, OSError(errno.ENOSPC, "No space left on device")).go.set()
     with sim.compute():
-        training = Training("SGD", sim.torch_device)
-        session = session_of(training, sim, "neither")
+        _training, session = opened("SGD", sim, "neither")
         with session.pool, session:
             snapshot = session.snapshot()
             write = snapshot.write(path)

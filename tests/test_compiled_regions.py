@@ -11,7 +11,6 @@ from __future__ import annotations
 import html
 import logging
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -37,16 +36,10 @@ from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.units import parse_size
 from tests._compiled_programs import PLACE, PROGRAMS, Block, Stack, rows
 from tests._programs import assert_same
+from tests.test_compile import inductor
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
-inductor = pytest.param(
-    "inductor",
-    marks=[
-        pytest.mark.slow,  # builds C++
-        pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"),
-    ],
-)
 STEPS = 5
 BY_INDUCTOR = (
     "per block", "whole", "function", "dynamic per block", "graph break in blocks", "experts", "convolution", "LoRA",

@@ -75,7 +75,10 @@ class BlockView(Uncopied):
 
     def __init__(self, block: PinnedBlock, address: int, nbytes: int) -> None:
         self.block = block
-        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
+        # Strides: without them NumPy gives an empty view a stride of 0, and torch refuses other dtypes of that.
+        self.__array_interface__ = {
+            "version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": (1,),
+        }  # fmt: skip
 
 
 def as_tensor(view: BlockView, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -112,7 +112,7 @@ class Wanted(NamedTuple):
 _MODULE = (sys.executable, "-m")
 _BENCH = (*_MODULE, "chameleon_mm", "bench")
 _SIX_BLOCKS = (*_BENCH, "training", "--layers", "6")
-"""As many as an H200 trains by all peers in three minutes; nine took more."""
+"""With nine blocks, what an H200's host has room for, the peers took longer than the part's time."""
 _FEW_SAVES = ("--saves", "50", "--repeats", "1")
 _SMALL_LLAMA = ("--layers", "2", "--width", "64", "--heads", "2", "--ffn", "224", "--batch", "16", "--steps", "1")
 _ONE_BLOCK = ("--layers", "1", *_SMALL_LLAMA[2:])

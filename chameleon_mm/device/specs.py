@@ -91,17 +91,15 @@ _L40S = GpuSpec(
 
 SPECS: dict[str, GpuSpec] = {
     "h200": _H200,
-    "h100": GpuSpec(
-        name="H100", hbm_bytes=80 * GIB, hbm_gbps=3350.0, bf16_tflops=989.5, fp32_tflops=67.0,
-        h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+    "h100": replace(
+        _H200, name="H100", hbm_bytes=80 * GIB, hbm_gbps=3350.0, bf16_tflops=989.5, fp32_tflops=67.0,
         source=(
             "NVIDIA H100 SXM5 datasheet: 80 GB HBM3 at 3.35 TB/s, BF16 1979 TFLOP/s with sparsity (half is dense), FP32 67; "
             "link: derived, the H200's rates, as both are the same die behind PCIe 5.0 x16"
         ),
     ),
-    "b200": GpuSpec(
-        name="B200", hbm_bytes=180 * GIB, hbm_gbps=8000.0, bf16_tflops=2250.0, fp32_tflops=75.0,
-        h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+    "b200": replace(
+        _H200, name="B200", hbm_bytes=180 * GIB, hbm_gbps=8000.0, bf16_tflops=2250.0, fp32_tflops=75.0,
         source=(
             "NVIDIA DGX B200 and HGX B200 datasheets, an eighth of each: 180 GB HBM3e at 8 TB/s, BF16 4.5 PFLOP/s with "
             "sparsity (half is dense), FP32 75; link: derived, the H200's rates, as both have PCIe 5.0 x16"
@@ -124,18 +122,16 @@ SPECS: dict[str, GpuSpec] = {
             "link: derived as the L40S's"
         ),
     ),
-    "rtx4090": GpuSpec(
-        name="RTX 4090", hbm_bytes=24 * GIB, hbm_gbps=1008.0, bf16_tflops=165.2, fp32_tflops=82.6,
-        h2d_gbps=_A100.h2d_gbps, d2h_gbps=_A100.d2h_gbps, duplex_gbps=37.5,
+    "rtx4090": replace(
+        _L40S, name="RTX 4090", hbm_bytes=24 * GIB, hbm_gbps=1008.0, bf16_tflops=165.2, fp32_tflops=82.6,
         source=(
             "NVIDIA Ada architecture whitepaper: 24 GB GDDR6X at 1008 GB/s, BF16 with FP32 accumulate 165.2 TFLOP/s dense, "
             "FP32 82.6; link: derived, one way the A100's rates, as both have PCIe 4.0 x16 (79 % of its 31.5 GB/s per "
             "direction), both ways 75 % of their sum as on the H200"
         ),
     ),
-    "rtx5090": GpuSpec(
-        name="RTX 5090", hbm_bytes=32 * GIB, hbm_gbps=1792.0, bf16_tflops=209.5, fp32_tflops=104.8,
-        h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+    "rtx5090": replace(
+        _H200, name="RTX 5090", hbm_bytes=32 * GIB, hbm_gbps=1792.0, bf16_tflops=209.5, fp32_tflops=104.8,
         source=(
             "NVIDIA RTX Blackwell architecture whitepaper: 32 GB GDDR7 at 1792 GB/s, BF16 with FP32 accumulate 209.5 TFLOP/s "
             "dense, FP32 104.8; link: derived, the H200's rates, as both have PCIe 5.0 x16"
@@ -150,9 +146,8 @@ SPECS: dict[str, GpuSpec] = {
             "back, 297 out); derived, both ways 75 % of their sum as on the H200"
         ),
     ),
-    "mi300x": GpuSpec(
-        name="MI300X", hbm_bytes=192 * GIB, hbm_gbps=5300.0, bf16_tflops=1307.4, fp32_tflops=163.4,
-        h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+    "mi300x": replace(
+        _H200, name="MI300X", hbm_bytes=192 * GIB, hbm_gbps=5300.0, bf16_tflops=1307.4, fp32_tflops=163.4,
         source=(
             "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, BF16 1307.4 TFLOP/s dense, FP32 163.4; link: derived, the "
             "H200's rates, as both have PCIe 5.0 x16. For plans alone: sessions run on CUDA"

@@ -335,7 +335,8 @@ class StepLoop:
                 of_records.append(op)
                 continue
             if of_records:
-                of_records = self._do(of_records, hook)
+                self._do(of_records, hook)
+                of_records = []
             slot = None if (ref := slots[number]) is None else ref()
             if slot is None:
                 continue
@@ -355,12 +356,11 @@ class StepLoop:
         self._late, self._later = self._later, []
         return True
 
-    def _do(self, of_records: list[Op], hook: int) -> list[Op]:
-        """Let the executor do these ops, in their turn: the link copies in the plan's order. Returns those left: none."""
+    def _do(self, of_records: list[Op], hook: int) -> None:
+        """Let the executor do these ops in their turn, because the link copies in the plan's order."""
         taken, late = self._python["do_ops"](of_records, hook, self.operators)
         self.taken += taken
         self._later += late
-        return []
 
     def _is_over(self, slot: LoopSlot) -> bool:
         """True if the operator that saved it last is over, as `SwapOuts.is_over`. Note [Swap-out]."""

@@ -406,9 +406,10 @@ def with_checkpointing(
         return peak_memory(recorded(some).trace).nbytes
 
     recorded, unswapped = cache(recorded), prediction.ways[0]
-    if how is None or how.survey is not None:
+    survey = None if how is None else how.survey
+    if how is None or survey is not None:
         least_bytes = peak_bytes(how or Checkpointing())
-        levels = part_levels(len(prediction.step.gathered) - 1) if how is None or how.survey is None else how.survey.levels()
+        levels = part_levels(len(prediction.step.gathered) - 1) if survey is None else survey.levels()
         search = fullest(len(levels) - 1, prediction.hbm_budget_bytes, least_bytes)
         try:
             at = next(search)

@@ -19,9 +19,11 @@ TORCH ?= $(if $(CUDA),torch>=2.11,torch==2.13.0)
 EXTRAS ?= $(if $(CUDA),[dev$(comma)cuda],[dev])
 comma := ,
 
-# Which tests `make test` runs, as a pytest marker expression, and more arguments for pytest or the demo.
+# Which tests `make test` runs, as a pytest marker expression; more arguments for pytest or the demo; the share of the thorough tests that
+# one night runs: seven nights run all.
 MARKERS ?= not slow and not ci and not gpu and not thorough
 PYTEST_ARGS ?=
+SHARE ?= $(shell date +%u)/7
 ARGS ?=
 
 # Processes that the tests are shared among: one for each core, and no more than what 24 GiB of memory are enough for.
@@ -98,9 +100,9 @@ docs: $(STAMP) ## Build the documentation's site into build/site; a warning, suc
 gallery: $(STAMP) ## Train six small models under `run` on a simulated GPU, and show them on the site's page docs/gallery.md
 	@$(BIN)/python -m tests.gallery
 
-nightly: $(STAMP) $(CUDA_STAMP) ## Test with the newest torch that installs, then all that is thorough, then the site's links (hours)
+nightly: $(STAMP) $(CUDA_STAMP) ## Test with the newest torch that installs, then the weekday's seventh of all that is thorough, then the site's links (SHARE=1/1: all)
 	@rm -rf .venv-torch-newest; failed=; \
-	for part in "test-torch TORCH=torch TORCH_VENV=.venv-torch-newest" test-thorough docs; do \
+	for part in "test-torch TORCH=torch TORCH_VENV=.venv-torch-newest" "test-thorough PYTEST_ARGS=--share=$(SHARE)" docs; do \
 	    echo "== make $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed [$$part]"; \
 	done; [ -z "$$failed" ] || { echo "nightly: failed:$$failed" >&2; exit 1; }
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     # One: the operators tested are small, and more threads only wait for each other. They may round otherwise, though.
     parser.addoption("--torch-threads", type=int, default=1, help="threads of torch's operators (default: 1)")
     parser.addoption("--native", action="store_true", help="build the C++ helpers first, and run everything with them")
+    parser.addoption("--share", default="1/1", help="K/N: run one of N shares of the tests, drawn by their names")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,7 +84,9 @@ def _collect_garbage() -> None:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share, shares = (int(number) for number in config.getoption("--share").split("/"))
+    items[:] = [item for item in items if crc32(item.nodeid.encode()) % shares == share % shares]
     if torch.cuda.is_available():
         return
     no_cuda = pytest.mark.skip(reason="needs a CUDA GPU; torch finds none here")

@@ -14,7 +14,6 @@ from .errors import (
     PoolStateError,
     RecomputeMismatch,
     SessionClosedError,
-    SwapMismatch,
     TransferFailed,
 )
 from .pool.block import PinnedBlock
@@ -28,7 +27,7 @@ __version__: str
 __all__ = [
     "Attachment", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice", "DeviceUnavailable",
     "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool", "PoolStateError",
-    "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot", "SnapshotWrite", "SwapMismatch", "SwapReport",
+    "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot", "SnapshotWrite", "SwapReport",
     "SwapSession", "TransferFailed", "attach", "compiled_partition", "install", "integrations", "merge_reports",
     "resolve_device", "save_on_cpu", "uninstall",
 ]  # fmt: skip

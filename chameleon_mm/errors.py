@@ -47,10 +47,6 @@ class TransferFailed(ChameleonError, RuntimeError):
     """A copy between host and device could not be enqueued."""
 
 
-class SwapMismatch(ChameleonError, RuntimeError):
-    """Verify mode found a saved tensor whose bits changed between swap-out and swap-in."""
-
-
 class RecomputeMismatch(ChameleonError, RuntimeError):
     """The bits of a recomputed saved tensor differ from the original's. The step's gradients are wrong. Later steps do not
     recompute that tensor."""

@@ -174,10 +174,9 @@ def mixed(
     *,
     device: Device | str = "sim",
     min_bytes: int = 1,
-    verify: bool = False,
     model: nn.Module | None = None,
 ) -> cm.SwapSession:
     """A session whose steps `mix` directs."""
-    session = cm.SwapSession(room, "64MiB", device, min_bytes=min_bytes, plans=False, verify=verify, model=model)
+    session = cm.SwapSession(room, "64MiB", device, min_bytes=min_bytes, plans=False, model=model)
     session._executor.director = mix
     return session

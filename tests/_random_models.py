@@ -73,12 +73,11 @@ def planning(
     link: LinkCost | None = None,
     pool: cm.PinnedPool | None = None,
     thresholds: Thresholds | None = None,
-    verify: bool = False,
 ) -> Executor:
     """Executor that records its first step and plans the next ones. By default, each move is its own call."""
     pool = pool or cm.PinnedPool(1 << 30, device=device)
     limits, thresholds = Limits(hbm_budget_bytes=hbm_budget), thresholds or Thresholds.direct()
-    executor = swapping_executor(device, pool, limits, min_bytes=1024, thresholds=thresholds, verify=verify)
+    executor = swapping_executor(device, pool, limits, min_bytes=1024, thresholds=thresholds)
     plan_steps(executor, pool, link_cost=link or link_of(device.spec))
     return executor
 

@@ -99,7 +99,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         for name in (*SWAPPED, *others)
     }
     cases["too_small"] = ["--hbm-budget", "400KiB", "--report", "too_small.json", "ways.py", "swapped", "plain"]
-    by_rule = ("--no-plans", "--no-recompute", "--verify", "--report=by_rule.json")
+    by_rule = ("--no-plans", "--no-recompute", "--report=by_rule.json")
     cases["by_rule"] = [*BUDGET, *by_rule, "ways.py", "by_rule", "plain"]
     ended = runs(cases, folder, folder / "notes")
     reports = {name: json.loads((folder / f"{name}.json").read_text()) for name in cases if (folder / f"{name}.json").exists()}
@@ -197,7 +197,7 @@ def test_a_budget_that_is_too_small_stops_the_script_before_its_first_step(train
         (["--marmot", __file__], "--marmot"),
         (["--budget", "1GiB", __file__], "got --budget; did you mean --hbm-budget?"),
         (["--hbm_budget=1GiB", __file__], "got --hbm_budget; did you mean --hbm-budget?"),
-        (["--html", "x.html", "--verfy", __file__], "got --verfy; did you mean --verify?"),
+        (["--html", "x.html", "--progres", __file__], "got --progres; did you mean --progress?"),
         (["a\udcff.py"], "a\\udcff.py, which does not exist"),
         (["--report", "no/\udcff.json", __file__], "no/\\udcff.json"),
     ],

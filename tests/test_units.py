@@ -215,18 +215,18 @@ def _callables(
     model, block = nn.Linear(1, 1), pool.allocate(4096)
     made: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
         (partial(cm.SwapSession, device=device, model=model), {
-            **SHARES, "hbm_budget": BUDGETS, "host_budget": BUDGETS, "model": NOTHING, "verify": SWITCH, "plans": SWITCH,
+            **SHARES, "hbm_budget": BUDGETS, "host_budget": BUDGETS, "model": NOTHING, "plans": SWITCH,
             "recompute": SWITCH, "optimizer": NOTHING, "parameters": (), "progress": SWITCH, "keep": ([],),
             "never_recompute": ([],),
         }),
         (partial(cm.attach, model, device=device), {
-            "hbm_budget": BUDGETS, "verify": SWITCH, "optimizer": NOTHING, "budget": (),
+            "hbm_budget": BUDGETS, "optimizer": NOTHING, "budget": (),
         }),
         (cm.attach, {"model": ()}),
         (partial(cm.save_on_cpu, device=device), SHARES),
         (_installed, {**SHARES, "pin_memory": ()}),
         (Trainings, {
-            **SHARES, "hbm_budget": BUDGETS, "host_budget": BUDGETS, "verify": SWITCH, "plans": SWITCH, "model": (),
+            **SHARES, "hbm_budget": BUDGETS, "host_budget": BUDGETS, "plans": SWITCH, "model": (),
             "budget": (), "optimizer_state": SWITCH,
         }),
         (partial(cm.PinnedPool, device=device), {"max_bytes": SIZES, "chunk_bytes": SIZES, "device": NOTHING}),

@@ -26,7 +26,6 @@ from chameleon_mm.state.snapshots import Snapshots
 from chameleon_mm.state.tensor_copy import Copier
 from chameleon_mm.state.window import DeviceBesideWindow
 from chameleon_mm.swap.budget import check_budget
-from chameleon_mm.swap.checksums import Checksums
 from chameleon_mm.swap.executor import Executor
 
 BUCKET_SHARE = 1 / 16
@@ -109,9 +108,9 @@ class ModelSwap:
         state = 0 if self._state is None else self._state.resident_bytes
         return state + (0 if self._parameters is None else self._parameters.resident_bytes)
 
-    def check_budget(self, device: Device, hbm_budget_bytes: int, checksums: Checksums | None) -> None:
-        """Raise `InfeasibleBudget` if memory that never moves, with `checksums`, already exceeds the budget. Raise `ValueError`
-        for a model on another kind of device."""
+    def check_budget(self, device: Device, hbm_budget_bytes: int) -> None:
+        """Raise `InfeasibleBudget` if memory that never moves already exceeds the budget. Raise `ValueError` for a model on
+        another kind of device."""
         check_placement(tensors_of(self._given_model))
         check_budget(
             device,
@@ -119,7 +118,6 @@ class ModelSwap:
             tensors=() if self.swaps_parameters else tensors_of(self._given_model),
             movable_bytes=self.movable_bytes,
             window_bytes=0 if self._parameters is None else self._parameters.window_bytes(hbm_budget_bytes),
-            checksum_bytes=0 if checksums is None else checksums.nbytes,
         )
 
     def attach(self, stack: ExitStack) -> None:

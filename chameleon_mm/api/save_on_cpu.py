@@ -41,7 +41,7 @@ AHEAD_BYTES = 256 * MIB
 def check_early(given: Mapping[str, Any]) -> None:
     """Raise `TypeError` or `ValueError` for a wrong argument of a session or `save_on_cpu` that needs no device to check."""
     for name, value in given.items():
-        if name in ("verify", "plans", "recompute"):
+        if name in ("plans", "recompute"):
             check_type(name, value, bool, "True or False", "pass one of the two")
         elif value is None or (name == "device" and str(value).startswith("cuda")):
             continue  # no query of a GPU: it would start CUDA

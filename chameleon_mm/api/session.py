@@ -95,13 +95,11 @@ class SwapSession:
     earlier ones; later steps like it follow a plan. False: the default rule moves everything in every step. `recompute`: True:
     plans may drop storages that are cheaper to recompute than to move, each only after its recomputation has made the same bits
     as the original. False: plans only swap. Compiled regions are different: the session chooses how much they save as they
-    first compile, and compiles them at most once more (`compiled_partition`). False: torch chooses. `verify`: compare checksums
-    of copies, and raise `SwapMismatch` with tensor, operator and step if a copy back differs. Slow. Takes a thousandth of the
-    budget, from 16 KiB to 16 MiB, while the session exists. `progress`: True: print a line to stderr for each step. A function:
-    call it with each step's `StepFigures`, and log its errors. `keep`: modules of `model` whose saved tensors stay on the
-    device, with those of modules that run inside them. `never_recompute`: modules whose saved tensors may be swapped, but not
-    dropped. Both are lists of paths as in `named_modules` with `*` and `?` ("*.lm_head"), of modules, and of classes. A storage
-    saved by several modules stays if one of them is named. The report shows the cost.
+    first compile, and compiles them at most once more (`compiled_partition`). False: torch chooses. `progress`: True: print a
+    line to stderr for each step. A function: call it with each step's `StepFigures`, and log its errors. `keep`: modules of
+    `model` whose saved tensors stay on the device, with those of modules that run inside them. `never_recompute`: modules whose
+    saved tensors may be swapped, but not dropped. Both are lists of paths as in `named_modules` with `*` and `?` ("*.lm_head"),
+    of modules, and of classes. A storage saved by several modules stays if one of them is named. The report shows the cost.
 
     Hooks act on the thread that entered the session, and that thread must exit it. Tensors saved by graphs that dynamo compiled
     are swapped too; dynamo never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed
@@ -125,7 +123,6 @@ class SwapSession:
         model: nn.Module | None = None,
         pool: PinnedPool | None = None,
         thresholds: Thresholds | None = None,
-        verify: bool = False,
         plans: bool = True,
         recompute: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
@@ -138,7 +135,7 @@ class SwapSession:
         stated = None if is_auto(host_budget) else host_budget
         host = None if stated is None else parse_budget(stated, pinnable_bytes, what="host_budget")
         self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
-        check_early({"model": model, "thresholds": thresholds, "verify": verify, "plans": plans, "recompute": recompute})
+        check_early({"model": model, "thresholds": thresholds, "plans": plans, "recompute": recompute})
         self._model_swap = ModelSwap(model, optimizer, parameters)
         self.pins = {"keep": keep, "never_recompute": never_recompute}
         pinned = {option: pinned_modules(option, pins, model) for option, pins in self.pins.items()}
@@ -158,7 +155,6 @@ class SwapSession:
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(tensors_of(model)),
             thresholds=thresholds,
-            verify=verify,
             names=ModuleNames(model, **pinned),
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)
@@ -192,7 +188,7 @@ class SwapSession:
     def __enter__(self) -> Self:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase}; make another SwapSession")
-        self._model_swap.check_budget(self.device, self.hbm_budget_bytes, self._executor.checksums)
+        self._model_swap.check_budget(self.device, self.hbm_budget_bytes)
         self._ranks.enter(None if self._budget_taken.how else self.hbm_budget_bytes)
         self._history.open()
         with ExitStack() as stack:
@@ -361,7 +357,7 @@ class SwapSession:
         nbytes = (taken := take_budget(size, self.device)).nbytes
         self._expect_between_steps("hbm_budget")
         if self._phase is Phase.OPEN:
-            self._model_swap.check_budget(self.device, nbytes, self._executor.checksums)
+            self._model_swap.check_budget(self.device, nbytes)
         with self._model_swap.changing_budget(nbytes) as beside_bytes:
             self._executor.change_budget(beside_bytes, must_fit=True)
         lowered = nbytes < self.hbm_budget_bytes

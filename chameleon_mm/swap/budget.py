@@ -74,21 +74,19 @@ def check_budget(
     tensors: Iterable[Tensor],
     movable_bytes: int,
     window_bytes: int,
-    checksum_bytes: int,
 ) -> None:
     """Raise `InfeasibleBudget` if tensors that never move fill the budget.
 
     `tensors`: parameters and buffers. `movable_bytes`: allocated bytes that will leave the device. `window_bytes`: memory
-    reserved for swapped parameters and gradients. `checksum_bytes`: memory for `verify=True`.
+    reserved for swapped parameters and gradients.
     """
     named = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
-    held = max(named, device.allocated_bytes() - movable_bytes) + window_bytes + checksum_bytes
+    held = max(named, device.allocated_bytes() - movable_bytes) + window_bytes
     if hbm_budget_bytes > held:
         return
-    and_checksums = f" ({format_size(checksum_bytes)} of it for verify=True)" if checksum_bytes else ""
     raise InfeasibleBudget(
         f"hbm_budget: expected more than the {format_size(held)} of parameters, optimizer state and other tensors that are on "
-        f"{device.name} already and never move{and_checksums}, got {format_size(hbm_budget_bytes)}; raise the budget or make "
+        f"{device.name} already and never move, got {format_size(hbm_budget_bytes)}; raise the budget or make "
         f"the model smaller"
     )
 

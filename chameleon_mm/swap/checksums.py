@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Event, Stream
-from chameleon_mm.errors import SwapMismatch
 from chameleon_mm.plan.rewrite import CHECKSUMS_IN_PAGE
 from chameleon_mm.pool.pool import PinnedPool, host_block
 from chameleon_mm.units import CHECKSUM_BYTES
@@ -64,21 +63,8 @@ class Checksums:
         self._device = device
         self._pool = pool
         self._pages: list[_Page] = []
-        self._prepared = 0
-        """Number of pages, from the first, that are never freed."""
         self._order: Stream | None = None
         """Stream that waits for every checksum and copies pages. So a read does not wait for later work of compute."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory. The first page counts even before it is allocated."""
-        return PAGE_BYTES * max(1, len(self._pages))
-
-    def prepare(self) -> None:
-        """Allocate the first page now, on the current stream. Raises `torch.OutOfMemoryError`."""
-        if not self._pages:
-            self._add_page()
-        self._prepared = 1
 
     def start(self, buffer: Tensor) -> ChecksumSlot:
         """Enqueue the checksum of a flat uint8 tensor on the current stream. Raises `torch.OutOfMemoryError` if there is no
@@ -96,10 +82,6 @@ class Checksums:
         finally:
             self._order.wait(current.record())  # the checksum -> a copy of its page
         return ChecksumSlot(page, slot)
-
-    def of(self, buffer: Tensor) -> int:
-        """Return the checksum of a flat uint8 tensor, taken after the current stream's work. The host waits for it."""
-        return self.read([self.start(buffer)])[0]
 
     def read(self, slots: Sequence[ChecksumSlot]) -> list[int]:
         """Return the checksums in these slots. The host waits for them."""
@@ -122,8 +104,8 @@ class Checksums:
         return [int(numbers[pages.index(slot.page) * PAGE_SLOTS + slot.number]) for slot in slots]
 
     def release_unused(self) -> None:
-        """Free the pages without a held slot, except the prepared page."""
-        for page in [page for page in self._pages[self._prepared :] if not page.is_held]:
+        """Free the pages without a held slot."""
+        for page in [page for page in self._pages if not page.is_held]:
             assert self._order is not None
             page.stream.wait(self._order.record())  # its checksums and copies -> the next owner of its memory
             page.stream.free(page.buffer)
@@ -162,37 +144,3 @@ class ChecksumSlot:
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ends():
             self.page.freed.append(None)
-
-
-# --- Verify mode: compare the bytes copied out with the bytes copied back, by checksum, on the device
-#
-# Each way costs a pass over the bytes, and every check a host sync: this is for debugging, not for training. A storage is not
-# checked if saves cover only some of its bytes, because its owner may write the others meanwhile. It is checked once the saved
-# bytes are gathered.
-
-
-class StorageChecksum:
-    """Checksum of one saved storage, and a description of the storage for the error."""
-
-    __slots__ = ("_checksums", "_sum", "_what")
-
-    def __init__(self, t: Tensor, step: int, checksums: Checksums) -> None:
-        node = t.grad_fn
-        operator = "an operator outside autograd" if node is None else node.name()
-        self._what = f"{tuple(t.shape)} {t.dtype}, result of {operator}, saved in step {step}"
-        self._checksums = checksums
-        self._sum: ChecksumSlot | None = None
-
-    def close(self, buffer: Tensor) -> None:
-        """Take the checksum of `buffer`, the bytes to copy out, a flat uint8 tensor, on the current stream."""
-        self._sum = self._checksums.start(buffer)
-
-    def check(self, buffer: Tensor) -> None:
-        """Compare `buffer` with the bytes copied out. Waits for the device. Raises `SwapMismatch`."""
-        assert self._sum is not None
-        out, back = self._checksums.read([self._sum, self._checksums.start(buffer)])
-        if out != back:
-            raise SwapMismatch(
-                f"a saved tensor came back other than it went out: {self._what}; {buffer.numel()} bytes, checksum expected "
-                f"{out:#x}, got {back:#x}. Somebody wrote to the host copy, a copy was not ordered, or memory is faulty"
-            )

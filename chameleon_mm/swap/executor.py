@@ -90,16 +90,14 @@ def assemble(
     rule: DefaultRule,
     limits: Limits,
     thresholds: Thresholds,
-    *,
-    verify: bool,
 ) -> Parts:
     """Make the parts of an executor for `device`. `ended`: the executor's `has_ended`. No part keeps the executor alive."""
     streams = ComputeStreams(device)
     streams.current()
     metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
     out, back = (CopyQueue(device, name, out=name == "d2h", warn=metrics.warn) for name in ("d2h", "h2d"))
-    order, registry, claims, checksums = UseOrder(), StorageRegistry(), Claims(), Checksums(device, pool)
-    context = SwapContext(pool, out, back, metrics, streams, checksums if verify else None)
+    order, registry, claims = UseOrder(), StorageRegistry(), Claims()
+    context = SwapContext(pool, out, back, metrics, streams)
     # Weak: a cycle of swap-outs and budget would keep the pool alive until the garbage collector runs.
     weak_outs: weakref.ref[SwapOuts]
     budget = Budget(
@@ -116,7 +114,7 @@ def assemble(
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
     outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds)
     weak_outs = weakref.ref(outs)
-    recipe_runner = RecipeRunner(device, context, claims, budget, Comparisons(checksums, metrics.totals))
+    recipe_runner = RecipeRunner(device, context, claims, budget, Comparisons(Checksums(device, pool), metrics.totals))
     ins = SwapIns(context, registry, budget, staging, order, recipe_runner)
     recomputing = Recomputing(device, streams, metrics, recipe_runner, partial(call_if_alive, ended))
     return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, streams))
@@ -140,7 +138,6 @@ class Executor:
         limits: Limits,
         protected: ProtectedStorages,
         thresholds: Thresholds | None = None,
-        verify: bool = False,
         names: ModuleNames | None = None,
     ) -> None:
         """`names`: module names, which mark the modules whose saved storages stay on the device; None: no module."""
@@ -150,9 +147,8 @@ class Executor:
         thresholds = thresholds or Thresholds()
         self.recording = recording = Recording()
         ended = weakref.WeakMethod(self.has_ended)
-        self.parts = parts = assemble(device, pool, ended, recording, rule, limits, thresholds, verify=verify)
+        self.parts = parts = assemble(device, pool, ended, recording, rule, limits, thresholds)
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
-        self.checksums = parts.context.checksums
         self.recomputing = parts.recomputing
         self._comparisons = parts.recipe_runner.comparisons
         self._streams, self._order = parts.context.streams, parts.order
@@ -345,8 +341,6 @@ class Executor:
             self.recording.begin(*self.hook_lock.run(self._begin_step, timed))
 
     def _begin_step(self, timed: bool) -> tuple[Recorder | None, AnyWatch | None]:
-        if self.checksums is not None:
-            self.checksums.prepare()  # before the step counts anything
         self.hand_over.forget()
         self._registry.begin_epoch()
         if self.director.plans:

@@ -144,7 +144,7 @@ class HandOver:
             return False
         if context.held or way.late or budget.reclaim.entries or context.out_queue.queued or context.back_queue.queued:
             return False
-        if context.checksums is not None or outs.waiting_bytes or profiler_is_on():
+        if outs.waiting_bytes or profiler_is_on():
             return False
         # The plan knows what was just saved, and it is of this step.
         return all(saved.number is not None and way.storages.get(saved.number) is saved for saved in outs.fresh)

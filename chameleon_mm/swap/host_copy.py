@@ -23,7 +23,6 @@ from chameleon_mm.pool.arena import ArenaPart
 from chameleon_mm.pool.block import PinnedBlock
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.swap.calling_thread import ComputeStreams, annotation
-from chameleon_mm.swap.checksums import Checksums
 from chameleon_mm.swap.copy_queue import CopyQueue, Move
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.metrics import Metrics
@@ -75,8 +74,6 @@ class SwapContext:
     back_queue: CopyQueue
     metrics: Metrics
     streams: ComputeStreams
-    checksums: Checksums | None = None
-    """Checksums of the bytes copied out, compared with the bytes copied back; None: not checked."""
     held: dict[SavedStorage, None] = field(default_factory=dict)
     """Storages whose bytes also exist elsewhere. Each hook frees the memory of those that only we refer to."""
 

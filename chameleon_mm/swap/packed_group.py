@@ -55,7 +55,6 @@ class PackedGroup:
         index = max(member.index for member in members)
         self.packed = SavedStorage(buffer, SavedBytes(buffer), compute, context, epoch=epoch, index=index)
         self.packed.op_is_over = True
-        self.packed.checksum = None  # each member has a checksum of its own
         # Weak references: members hold their group, and a cycle would need the garbage collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0

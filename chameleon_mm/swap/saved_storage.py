@@ -19,9 +19,8 @@ from torch import Tensor
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.swap.calling_thread import OperatorNumber, annotation
-from chameleon_mm.swap.checksums import StorageChecksum
 from chameleon_mm.swap.forms import WHOLE, Form
-from chameleon_mm.swap.handles import SavedBytes, flat_bytes
+from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.host_copy import NEXT, HostCopy, State, SwapContext
 from chameleon_mm.swap.slot import Slot
 
@@ -71,7 +70,7 @@ class SavedStorage:
     """Storage that autograd saved, with the state machine that copies it out and back."""
 
     __slots__ = (
-        "__weakref__", "_context", "checksum", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
+        "__weakref__", "_context", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
         "is_held_for_recipes", "nbytes", "number", "op_is_over", "part", "proof", "relied", "saved_by", "slot", "state",
         "stays", "uses",
     )  # fmt: skip
@@ -99,7 +98,6 @@ class SavedStorage:
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
         """dtype of the storage's elements if its first saved tensor covers all of it; else None."""
         self._context = context
-        self.checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
         self.copies = 1
         """Number of copies out of the whole storage so far. The first counts before it begins."""
         self.op_is_over = False
@@ -224,11 +222,7 @@ class SavedStorage:
         if not at_once:
             slot.note_begun()  # needed here only: a plan copies after the last save
         if slot.has_uncovered():
-            at_once, self.checksum = True, None  # no checksum: uncovered bytes may change during the copy
-        if self.checksum is not None:
-            # The checksum runs on the current stream, which may differ from the allocating stream.
-            context.streams.join_all(slot.alloc_stream)
-            self.checksum.close(flat_bytes(storage))
+            at_once = True
         self.copy = HostCopy.begin(block, storage, first_bytes, slot.saves, after, context, at_once=at_once)
         self.form = form
         context.metrics.totals.pageable_swap_outs += pageable
@@ -240,8 +234,6 @@ class SavedStorage:
         The allocating stream must have joined every stream that read the memory.
         """
         assert self.state is State.ON_DEVICE and self.slot.storage is not None
-        if self.checksum is not None:
-            self.checksum.close(flat_bytes(self.slot.storage))
         self.slot.note_begun()
         self.form = form
         self._let_go()
@@ -368,10 +360,7 @@ class SavedStorage:
 
     def restored(self, compute: Stream) -> None:
         """Note that the form wrote the bytes into the storage, on `compute`, the current stream."""
-        storage = self.slot.storage
-        assert self.state is State.ON_HOST and self.copy is None and storage is not None
-        if self.checksum is not None:
-            self.checksum.check(flat_bytes(storage))
+        assert self.state is State.ON_HOST and self.copy is None
         self._came_back(State.RESTORED, compute)
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
@@ -382,8 +371,6 @@ class SavedStorage:
         if copy is None or copy.back is None:
             return storage  # the form filled it on the allocating stream, or it was never freed
         copy.arrive(compute, self.number, prefetched=prefetched)
-        if self.checksum is not None and self.state is State.SWAPPING_IN:
-            self.checksum.check(flat_bytes(storage))
         self._to(State.RESTORED)
         return storage
 

@@ -155,7 +155,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-bytes", metavar="SIZE", help="smaller saved storages stay on the device (default: 1MiB)")
     parser.add_argument("--no-recompute", action="store_true", help="plans only swap, and recompute nothing")
     parser.add_argument("--no-plans", action="store_true", help="every step by the default rule: everything moves")
-    parser.add_argument("--verify", action="store_true", help="compare checksums of what goes out and comes back; slow")
     for option, does in (("--keep", "stays on the device"), ("--never-recompute", "is never dropped")):
         parser.add_argument(
             option, action="append", default=[], metavar="PATTERN",
@@ -234,7 +233,7 @@ def _session_maker(args: argparse.Namespace, *, told: bool) -> Callable[[Any, st
         from chameleon_mm.device import resolve_device
 
         resolve_device(args.device)  # without a query of a GPU: it would start CUDA, and forked workers could not use it
-    options: dict[str, Any] = {**sizes, "verify": args.verify, "plans": not args.no_plans, "recompute": not args.no_recompute}
+    options: dict[str, Any] = {**sizes, "plans": not args.no_plans, "recompute": not args.no_recompute}
     options |= {"keep": args.keep, "never_recompute": args.never_recompute}
     if args.progress and told:
         options["progress"] = True

@@ -89,7 +89,7 @@ LATE_ALONE: dict[str, str] = {
     },
     **{
         f"tests/test_{name}.py": "run in mode late alone: what steps there are, and what is said of them, is one"
-        for name in ("attach", "composite", "odd_uses", "progress", "session_life", "true_report", "verify")
+        for name in ("attach", "composite", "odd_uses", "progress", "session_life", "true_report")
     },
     **{
         f"tests/test_{name}.py": "run in mode late alone, where memory comes back latest: a budget that holds there holds"

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.swap.calling_thread import current_operator, made_before
+from chameleon_mm.swap.calling_thread import this_thread
 from chameleon_mm.swap.handles import SavedBytes
-from chameleon_mm.swap.slot import Slot
 from tests._programs import assert_same, same
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -228,32 +227,11 @@ def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch
     assert {"unsafe chunks", "set_", "buffer"} <= set(red)
 
 
-def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(
-    sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Mutant: the operator that made a tensor is taken for its last writer."""
-
-    def by_maker(self: Slot, saved: SavedBytes, t: Tensor) -> bool:
-        if self.began_in is None:
-            return False
-        operator, _ = self.began_in
-        return operator == current_operator() and made_before(t, operator)
-
-    monkeypatch.setattr(Slot, "was_given", by_maker)
-    assert {"in place, beside the other", "saved, then written between"} <= set(_red(sim))
-
-
-def test_without_the_place_that_called_it_an_operator_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutant: uses autograd's number alone, which a custom function shares with the last operator that it ran."""
-    monkeypatch.setattr("chameleon_mm.swap.slot.call_site", lambda: None)
-    assert "written unseen between operators" in _red(sim)
-
-
 def test_a_thread_has_a_number_that_no_earlier_one_had() -> None:
     """The system's thread numbers are reused: an operator of an ended thread would be one of its successor's."""
     numbers: list[int] = []
     for _ in range(20):
-        thread = Thread(target=lambda: numbers.append(current_operator()[0]))
+        thread = Thread(target=lambda: numbers.append(this_thread.number))
         thread.start()
         thread.join()
     assert len(set(numbers)) == 20
@@ -300,8 +278,10 @@ def test_what_one_operator_saves_of_a_storage_is_one_copy(sim: cm.SimDevice) -> 
         return up * gate.sin()
 
     assert bytes_out(sim, both_in_one) == WHOLE
-    # The product may save either half first: the copy for the gate begins at its first hook. The other storage is sin's result.
-    assert bytes_out(sim, gated) == bytes_out(sim, gated_in_turn) == WHOLE + WHOLE // 2
+    # The other storage is sin's result. The copy for the gate begins at the product's first hook. If its second hook saves the
+    # other half, that half crosses alone.
+    taken = {bytes_out(sim, gated), bytes_out(sim, gated_in_turn)}
+    assert taken == {WHOLE + WHOLE // 2, WHOLE + WHOLE}
 
 
 def test_views_of_what_was_saved_whole_need_no_copy(sim: cm.SimDevice) -> None:

@@ -1,8 +1,6 @@
 """State of the calling thread: its operator, its compute stream, torch's profiler.
 
-    now = current_operator()     # in a save hook: equal for all saves of one operator, and different for other operators
-    call_site()                  # the Python frame that called the operator
-    made_before(t, now)          # True if an earlier operator made `t`, so that this operator received it
+    this_thread.number, sequence_nr()        # in a save hook: equal for all saves of one operator, different for others
     compute = streams.current()              # at every save and use of a tensor that moves: the calling thread's stream
     streams.join_all(alloc_stream)           # before a saved storage is dropped: orders later work after all earlier work
     with annotation("chameleon::swap_out"):  # a range in `torch.profiler`'s trace, if the profiler runs
@@ -18,15 +16,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
-from pathlib import Path
-from types import FrameType
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from chameleon_mm.device import Device, Event, Stream
@@ -35,13 +29,6 @@ from chameleon_mm.device import Device, Event, Stream
 
 sequence_nr = torch._C._autograd._get_sequence_nr
 """Number of the thread's next differentiable operator. It increases between the saves of one operator and the next."""
-
-_PACKAGE = Path(__file__).parents[1]
-_OF_HOOKS = (str(_PACKAGE / "swap"), str(Path(torch.__file__).parent / "_dynamo"))
-"""Paths of code that runs between the operator and a hook: this package's, and dynamo's (it keeps hooks uncompiled)."""
-
-CallSite = tuple[int, int]
-"""Id of a running Python frame, and its latest instruction."""
 
 OperatorNumber = tuple[int, int]
 """Thread number, and the number of the thread's next differentiable operator while this operator runs."""
@@ -57,29 +44,6 @@ class _Numbered(threading.local):
 
 
 this_thread = _Numbered()
-
-
-def current_operator() -> OperatorNumber:
-    """Return the number of the operator whose save hook runs on the calling thread."""
-    return this_thread.number, sequence_nr()
-
-
-def call_site() -> CallSite | None:
-    """Return the Python call site of the operator whose hook runs; None if C++ called the operator.
-
-    A custom function may run operators, write to a tensor, and then save it. That save has the sequence number of the last
-    operator inside the function. Only the call site differs.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OF_HOOKS):
-        frame = frame.f_back
-    return None if frame is None else (id(frame), frame.f_lasti)
-
-
-def made_before(t: Tensor, operator: OperatorNumber) -> bool:
-    """True if an earlier differentiable operator returned `t`. False for a tensor without a node."""
-    node = t.grad_fn
-    return node is not None and node._sequence_nr() < operator[1] - 1
 
 
 class ComputeStreams:

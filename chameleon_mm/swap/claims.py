@@ -101,7 +101,7 @@ class Claims:
             return whole_found
         part = Part.of(t)
         on_part = None if part is None else self._on(storage, part)
-        if on_part is not None and (shared := _shared(on_part, t, saved, compute)) is not None:
+        if on_part is not None and (shared := _shared(on_part, saved, compute)) is not None:
             return shared
         others = self._parts.get(id(storage), ())
         view_bytes = sum(other.nbytes for other in others)
@@ -111,7 +111,7 @@ class Claims:
     def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
         """Find the claim on the whole storage of `t`, if there is one. Its copy begins again if it lacks `saved`."""
         on_all = self._on(t.untyped_storage(), None)
-        shared = None if on_all is None else _shared(on_all, t, saved, compute)
+        shared = None if on_all is None else _shared(on_all, saved, compute)
         return shared or Found(on_all, None, begins_again=on_all is not None)
 
     def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
@@ -166,12 +166,12 @@ class Claims:
             del self._parts[slot.key]
 
 
-def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Found | None:
-    """Return a result with `claim` if its copy includes the bytes of `t` or will include them; else None."""
+def _shared(claim: Claim, saved: SavedBytes, compute: Stream) -> Found | None:
+    """Return a result with `claim` if its copy includes the bytes of `saved` or will include them; else None."""
     record = claim.saved
     if record.slot.includes(saved, same_bytes=record.part is not None):
         return Found(claim, record.part)
-    return Found(claim, record.part, extends_copy=True) if record.try_include(saved, t, compute) else None
+    return Found(claim, record.part, extends_copy=True) if record.try_include(saved, compute) else None
 
 
 def _key(storage_id: int, part: Part | None) -> Hashable:

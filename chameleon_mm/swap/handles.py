@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,60 +208,15 @@ class SavedBytes:
         counter = self._counter()
         return counter is not None and counter is later._counter() and (same_bytes or self.covers(later))
 
-    def columns(self) -> tuple[int, int, int, int] | None:
-        """Columns of a matrix that the tensor covers: bytes per row, number of rows, first byte in a row, byte after the last.
-
-        A range without holes is one row. None: its bytes are no such columns.
-        """
-        if self.is_dense:
-            return self.end, 1, self.begin, self.end
-        element_bytes, shape, stride, _ = self._geometry
-        dims = sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1 and step > 0)
-        run = 1  # elements side by side
-        while dims and dims[0][0] == run:
-            run *= dims.pop(0)[1]
-        if not dims or dims[0][0] < run:
-            return None
-        width, num_rows = dims[0][0], 1
-        for step, size in dims:
-            if step != width * num_rows:
-                return None
-            num_rows *= size
-        begin = self.begin % (width * element_bytes)
-        if self.begin != begin or begin + run * element_bytes > width * element_bytes:
-            return None
-        return width * element_bytes, num_rows, begin, begin + run * element_bytes
+    def covers_all_of(self, nbytes: int) -> bool:
+        """True if this tensor covers every byte of its storage, which has `nbytes`."""
+        return self.is_dense and self.begin == 0 and self.end >= nbytes
 
     def covers(self, other: SavedBytes) -> bool:
         """True if this tensor is known to cover all bytes of `other`."""
         if self.is_dense and self.begin <= other.begin and other.end <= self.end:
             return True
         return self._geometry == other._geometry
-
-
-def cover_all(saves: Sequence[SavedBytes], nbytes: int) -> bool:
-    """True if `saves` together are known to cover every byte of their storage, which has `nbytes`.
-
-    They may be ranges of bytes, or columns of one matrix, such as the parts of a fused projection. Saves that were written to
-    since do not count.
-    """
-    by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for saved in saves:
-        columns = None if saved.moved else saved.columns()
-        if columns is not None:
-            width, num_rows, begin, end = columns
-            # A range without holes counts as columns of a matrix with one row: the whole storage.
-            rows = (nbytes, 1) if num_rows == 1 else (width, num_rows)
-            by_rows.setdefault(rows, []).append((begin, end))
-    for (width, num_rows), ranges in by_rows.items():
-        reach = 0
-        for begin, end in sorted(ranges):
-            if begin > reach:
-                break
-            reach = max(reach, end)
-        if reach >= width and width * num_rows >= nbytes:
-            return True
-    return False
 
 
 def _without_holes(dims: list[tuple[int, int]]) -> bool:

@@ -163,14 +163,10 @@ class SavedStorage:
         self.gathered, self.nbytes = gathered, self.slot.storage.nbytes()
         self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
 
-    def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
-        """Let this storage's copy out serve `saved` too, if it has not begun or includes these bytes. Returns True if it does.
-        The bytes were written on `compute`. A copy begun at an earlier hook of the operator that saves `t` includes that
-        operator's inputs.
-        """
-        if self.slot.alloc_stream is not compute or self.slot.is_packed:
-            return False
-        if self.state is not State.ON_DEVICE and not self.slot.was_given(saved, t):
+    def try_include(self, saved: SavedBytes, compute: Stream) -> bool:
+        """Let this storage's copy out serve `saved` too, if it has not begun. Returns True if it does. The bytes were written
+        on `compute`."""
+        if self.slot.alloc_stream is not compute or self.slot.is_packed or self.state is not State.ON_DEVICE:
             return False
         self.slot.include(saved)
         return True
@@ -219,10 +215,7 @@ class SavedStorage:
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(self.nbytes - first_bytes)
         # Note [Swap-out]: compute wrote the source. Note [Host block]: the block's last use may still be running.
         after = [slot.alloc_stream.record(), *block.pending_events]
-        if not at_once:
-            slot.note_begun()  # needed here only: a plan copies after the last save
-        if slot.has_uncovered():
-            at_once = True
+        at_once |= slot.has_uncovered()
         self.copy = HostCopy.begin(block, storage, first_bytes, slot.saves, after, context, at_once=at_once)
         self.form = form
         context.metrics.totals.pageable_swap_outs += pageable
@@ -234,7 +227,6 @@ class SavedStorage:
         The allocating stream must have joined every stream that read the memory.
         """
         assert self.state is State.ON_DEVICE and self.slot.storage is not None
-        self.slot.note_begun()
         self.form = form
         self._let_go()
 

@@ -21,22 +21,12 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.device.holders import held_alone
 from chameleon_mm.device.protocols import AllocatorHook, HeldStorage
-from chameleon_mm.swap.calling_thread import (
-    CallSite,
-    ComputeStreams,
-    OperatorNumber,
-    call_site,
-    current_operator,
-    made_before,
-    sequence_nr,
-    this_thread,
-)
-from chameleon_mm.swap.handles import SavedBytes, cover_all, flat_bytes
+from chameleon_mm.swap.calling_thread import ComputeStreams
+from chameleon_mm.swap.handles import SavedBytes, flat_bytes
 
 if TYPE_CHECKING:
     from chameleon_mm.record.storages import TracedStorage
@@ -60,7 +50,7 @@ class Slot:
     """Saved storage, with the saved tensors that view it."""
 
     __slots__ = (
-        "alloc_stream", "began_in", "came_back", "first", "is_packed", "key", "last_save", "lent", "noted_in", "saved_nbytes",
+        "alloc_stream", "came_back", "first", "is_packed", "key", "last_save", "lent", "noted_in", "saved_nbytes",
         "saves", "storage", "traced", "views",
     )  # fmt: skip
 
@@ -82,8 +72,6 @@ class Slot:
         """Record of the storage in the trace; None unless the step that saved it is recorded."""
         self.noted_in = -1
         """Latest step in which the profiler saw a save of the storage."""
-        self.began_in: tuple[OperatorNumber, CallSite | None] | None = None
-        """Operator and call site of the hook at which the copy out began."""
         self.views = [saved]
         """All saved tensors that view the storage, each with an alias of the session."""
         self.saves = [saved]
@@ -201,28 +189,8 @@ class Slot:
         self.saves.append(saved)
 
     def has_uncovered(self) -> bool:
-        """True if the storage has bytes that no save covers. Note [Uncovered]. Only the session writes gathered bytes."""
-        first, nbytes = self.saves[0], self.saved_nbytes
-        if first.is_dense and first.begin == 0 and first.end >= nbytes:  # the usual case
-            return False
-        return not self.is_packed and not cover_all(self.saves, nbytes)
-
-    def note_begun(self) -> None:
-        """Note that the copy out begins at a hook of the current operator."""
-        self.began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` does, without a call
-
-    def was_given(self, saved: SavedBytes, t: Tensor) -> bool:
-        """True if `t` was an input of the operator that saves it, and the copy out began in that operator.
-
-        Knowing the operator that made `t` is not enough. In-place operators save their input (`a.hypot_(b)`), and a user's
-        function may write to it between two operators. So the version counter must be unchanged since before the copy.
-        """
-        if self.began_in is None:
-            return False
-        operator, site = self.began_in
-        if operator != current_operator() or not self.includes(saved, same_bytes=True) or not made_before(t, operator):
-            return False
-        return site == call_site()
+        """True if no save covers the whole storage. Note [Uncovered]. Only the session writes gathered bytes."""
+        return not self.is_packed and not any(saved.covers_all_of(self.saved_nbytes) for saved in self.saves)
 
     def was_written(self, times: int) -> bool:
         """True if every save that was not written to since has the version `times`."""

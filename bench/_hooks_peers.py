@@ -28,14 +28,11 @@ from chameleon_mm.bench._training_run import planned_warmup_steps
 from chameleon_mm.bench.profiler import keep
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.plan.timing import LinkCost
-from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.swap_outs import PACK_BELOW_BYTES
 from chameleon_mm.units import KIB
 
 TENSOR_BYTES = 4 * KIB
 """Bytes of each saved tensor: few, because the measured host work for a tensor does not depend on its size."""
-
-ALONE = Thresholds.direct()
-"""Thresholds that give each tensor its own copy, as for tensors of 1 MiB or more."""
 
 PLANNED_SHARE = 0.1
 """Share of the chain's bytes that a session that plans may hold: nearly all tensors leave the device by its plan."""
@@ -83,14 +80,14 @@ def peers(device: Device, saves: int) -> Mapping[str, Peer]:
     on_cpu, session = partial(_on_cpu, device, saves, step), partial(_planned, device, saves, step)
     return {
         IDENTITY: partial(_identity, device, step),
-        "stays, save_on_cpu": partial(on_cpu, min_bytes=2 * TENSOR_BYTES, thresholds=ALONE),
-        "stays, session": partial(session, budget=None, min_bytes=2 * TENSOR_BYTES, thresholds=ALONE),
+        "stays, save_on_cpu": partial(on_cpu, min_bytes=2 * TENSOR_BYTES),
+        "stays, session": partial(session, budget=None, min_bytes=2 * TENSOR_BYTES),
         BY_HAND: partial(_by_hand, device, saves, step),
-        "moves by the rule, alone": partial(on_cpu, min_bytes=1, thresholds=ALONE),
-        "moves by the rule, packed": partial(on_cpu, min_bytes=1, thresholds=Thresholds()),
-        "moves by plan, alone": partial(session, budget=PLANNED_SHARE, min_bytes=1, thresholds=ALONE),
-        "moves by plan, packed": partial(session, budget=PLANNED_SHARE, min_bytes=1, thresholds=Thresholds()),
-        DROPPED: partial(session, budget=PLANNED_SHARE, min_bytes=1, thresholds=ALONE, link=FAR),
+        "moves by the rule, alone": partial(on_cpu, min_bytes=1),
+        "moves by the rule, packed": partial(on_cpu, min_bytes=1, packs=True),
+        "moves by plan, alone": partial(session, budget=PLANNED_SHARE, min_bytes=1),
+        "moves by plan, packed": partial(session, budget=PLANNED_SHARE, min_bytes=1, packs=True),
+        DROPPED: partial(session, budget=PLANNED_SHARE, min_bytes=1, link=FAR),
     }
 
 
@@ -174,8 +171,9 @@ def _by_hand(device: Device, saves: int, step: Step) -> Sample:
         device.free_pinned(memory)
 
 
-def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, thresholds: Thresholds) -> Sample:
-    hooks = save_on_cpu(device=device, min_bytes=min_bytes, thresholds=thresholds)
+def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, packs: bool = False) -> Sample:
+    hooks = save_on_cpu(device=device, min_bytes=min_bytes)
+    hooks._executor._outs.pack_below_bytes = PACK_BELOW_BYTES if packs else 0
     own = hooks._hooks.pack_hook, hooks._hooks.unpack_hook
     with hooks.pool, device.compute():
         with quiet(device):
@@ -193,14 +191,16 @@ def _planned(
     *,
     budget: float | None,
     min_bytes: int,
-    thresholds: Thresholds,
+    packs: bool = False,
     link: LinkCost | None = None,
 ) -> Sample:
-    """`link`: link that plans assume, in a session that recomputes; None: a session that only swaps."""
+    """`packs`: False: each tensor has its own copy, as tensors of 1 MiB or more. `link`: link that plans assume, in a session
+    that recomputes; None: a session that only swaps."""
     chain_bytes = saves * TENSOR_BYTES
     # Added to the chain's share: the current gradient, the tensors that backward brings back, the few bytes of the sum.
     hbm = None if budget is None else device.allocated_bytes() + int(budget * chain_bytes) + 16 * TENSOR_BYTES
-    session = SwapSession(hbm, device=device, min_bytes=min_bytes, thresholds=thresholds, recompute=link is not None)
+    session = SwapSession(hbm, device=device, min_bytes=min_bytes, recompute=link is not None)
+    session._executor._outs.pack_below_bytes = PACK_BELOW_BYTES if packs else 0
     if link is not None and session._adaptation is not None:
         session._adaptation._link_cost = lambda: link  # no public argument: only this benchmark forces the choice
     taken: list[tuple[float, float]] = []

@@ -23,8 +23,8 @@ from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Waived
 from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
-from chameleon_mm.swap.copy_queue import CopyQueue, Move, Thresholds
-from chameleon_mm.swap.swap_outs import GROUP_BYTES
+from chameleon_mm.swap.copy_queue import CopyQueue, Move
+from chameleon_mm.swap.swap_outs import GROUP_BYTES, PACK_BELOW_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def is_exact(device: Device, work: Work, way: Way, expected: Tensor) -> bool:
 
 
 NAMES: Mapping[str, tuple[str, str]] = {
-    "ours": ("ours", "as the executor: what Thresholds() says for the size, through a `CopyQueue`"),
+    "ours": ("ours", "as the executor: packed or alone by its size, through a `CopyQueue`"),
     "pack": ("pack", f"one pack kernel of {PACK_PROGRAMS} programs into device memory, one copy"),
     "loop": ("loop", "a copy of its own for each tensor, asynchronous: copy_, and on the simulator Stream.copy"),
 }
@@ -117,7 +117,7 @@ class Ways:
         work, began_us = self._work, self._device.host_us
         sources = work.tensors
         with self._device.compute():
-            moves = self._carried(sources) if Thresholds().packs(work.nbytes) else self._alone(sources)
+            moves = self._carried(sources) if work.nbytes < PACK_BELOW_BYTES else self._alone(sources)
         host_us = self._device.host_us - began_us
         begun = 0
         while begun < len(moves):

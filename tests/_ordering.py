@@ -21,7 +21,6 @@ from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim import SimStream
 from chameleon_mm.plan.rule import Limits
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.host_copy import State
@@ -80,7 +79,7 @@ Scenario = Callable[[Machine], None]
 def executor(machine: Machine, pool: cm.PinnedPool, *, leaving_bytes: int | None = 0) -> Executor:
     """With `leaving_bytes=0` compute waits for every copy out at the next hook; None leaves them for the end."""
     limits = Limits(leaving_bytes=leaving_bytes, ahead_bytes=1 << 20)
-    return swapping_executor(machine.device, pool, limits, thresholds=Thresholds.direct())
+    return swapping_executor(machine.device, pool, limits, pack_below_bytes=0)
 
 
 def randn(machine: Machine, *shape: int, requires_grad: bool = False) -> Tensor:

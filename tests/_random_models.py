@@ -30,7 +30,6 @@ from chameleon_mm.plan.rule import Limits
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Trace
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor
 from tests._programs import swapping_executor
 
@@ -72,12 +71,12 @@ def planning(
     *,
     link: LinkCost | None = None,
     pool: cm.PinnedPool | None = None,
-    thresholds: Thresholds | None = None,
+    pack_below_bytes: int = 0,
 ) -> Executor:
     """Executor that records its first step and plans the next ones. By default, each move is its own call."""
     pool = pool or cm.PinnedPool(1 << 30, device=device)
-    limits, thresholds = Limits(hbm_budget_bytes=hbm_budget), thresholds or Thresholds.direct()
-    executor = swapping_executor(device, pool, limits, min_bytes=1024, thresholds=thresholds)
+    limits = Limits(hbm_budget_bytes=hbm_budget)
+    executor = swapping_executor(device, pool, limits, min_bytes=1024, pack_below_bytes=pack_below_bytes)
     plan_steps(executor, pool, link_cost=link or link_of(device.spec))
     return executor
 

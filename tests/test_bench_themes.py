@@ -28,7 +28,7 @@ from chameleon_mm.bench.profiler import CALL_WATCH, DETAILED, HOOKS, LIGHT, NEW_
 from chameleon_mm.device import Device, SimDevice, resolve_device
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.record.light_profiler import NOT_A_USE, LightProfiler, StepRecord
-from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.swap_outs import PACK_BELOW_BYTES
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import UnsimulatedDevice
 
@@ -292,7 +292,7 @@ def figure(value: float) -> Figure:
 
 @pytest.mark.parametrize("nbytes", [4 * KIB, 256 * KIB, 2 * MIB])
 def test_every_way_delivers_the_bytes(device: Device, nbytes: int) -> None:
-    assert [Thresholds().packs(n) for n in (4 * KIB, 256 * KIB, 2 * MIB)] == [True, False, False]
+    assert [n < PACK_BELOW_BYTES for n in (4 * KIB, 256 * KIB, 2 * MIB)] == [True, False, False]
     with Buffers(device) as buffers:
         work = Work.of(buffers, nbytes, 3)
         ways = Ways(device, work).by_name()

@@ -18,7 +18,6 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.rule import DefaultRule, Limits
 from chameleon_mm.swap.classify import ProtectedStorages
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.gathered_part import Part
 from chameleon_mm.swap.handles import SwappedView
@@ -93,7 +92,7 @@ def swapper_on(device: Device, pool: cm.PinnedPool, *, min_bytes: int = 1024, le
         rule=DefaultRule(min_bytes=min_bytes),
         limits=Limits(leaving_bytes=leaving_bytes, ahead_bytes=1 << 20),
         protected=ProtectedStorages(),
-        thresholds=Thresholds.direct(),
+        pack_below_bytes=0,
     )
 
 

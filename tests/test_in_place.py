@@ -24,7 +24,6 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.holders import held_alone
 from chameleon_mm.plan.rule import DefaultRule, Limits
 from chameleon_mm.swap.classify import ProtectedStorages
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import KeptTensor, SwappedView
 from chameleon_mm.swap.host_copy import State
@@ -44,7 +43,7 @@ def executor(device: Device, *, leaving_bytes: int | None = 0) -> Executor:
         rule=DefaultRule(min_bytes=1024),
         limits=Limits(ahead_bytes=0, leaving_bytes=leaving_bytes),
         protected=ProtectedStorages(),
-        thresholds=Thresholds.direct(),
+        pack_below_bytes=0,
     )
 
 

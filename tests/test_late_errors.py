@@ -12,7 +12,6 @@ import torch._dynamo  # imported late, by a session, it leaves frames in cycles,
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.saved_storage import SavedStorage
 from tests._fakes import Unwatched
 from tests._ordering import SLOW_LINK
@@ -133,7 +132,8 @@ def lose_a_source(x: Tensor) -> None:
 
 
 def test_the_drop_in_raises_it_at_its_end_or_at_a_hook(unraisable: list[BaseException | None]) -> None:
-    hooks = cm.save_on_cpu(device=Unwatched(SLOW_LINK), min_bytes=0, thresholds=Thresholds.direct())
+    hooks = cm.save_on_cpu(device=Unwatched(SLOW_LINK), min_bytes=0)
+    hooks._executor._outs.pack_below_bytes = 0
     x = torch.randn(64, 64, requires_grad=True)
     with hooks:
         deep(x).sum().backward()  # what a pass takes is known from here on: before, none of its copies is pending for long

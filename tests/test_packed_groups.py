@@ -24,7 +24,6 @@ from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap import swap_outs
 from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.calling_thread import ComputeStreams
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.packed_group import PackedGroup
@@ -59,12 +58,11 @@ def slow() -> cm.SimDevice:
 class Swapping:
     """An executor over a slow link, with a large storage on its way out, so that small ones have something to wait for."""
 
-    def __init__(self, device: cm.SimDevice, *, limits: Limits | None = None, staging_bytes: int = MIB) -> None:
+    def __init__(self, device: cm.SimDevice, *, limits: Limits | None = None) -> None:
         self.device = device
         self.pool = cm.PinnedPool("16MiB", device=device)
-        thresholds = Thresholds(pack_below_bytes=LARGEST + 1, staging_bytes=staging_bytes)
         limits = limits or Limits(ahead_bytes=0)
-        self.executor = swapping_executor(device, self.pool, limits, min_bytes=1, thresholds=thresholds)
+        self.executor = swapping_executor(device, self.pool, limits, min_bytes=1, pack_below_bytes=LARGEST + 1)
 
     @property
     def totals(self) -> dict[str, int]:
@@ -310,67 +308,22 @@ def live(swapping: Swapping, alive: list[tuple[SwappedView, Tensor]], what: str,
 
 @pytest.mark.parametrize("ahead_bytes", [0, None])
 @settings(max_examples=40)
-@given(ACTIONS, st.integers(2 * (LARGEST + 1), 4 * GROUP_BYTES))
-def test_any_life_of_small_storages_is_exact_within_its_staging_and_leaves_nothing(
-    ahead_bytes: int | None, actions: list[tuple[str, int]], staging_bytes: int
+@given(ACTIONS)
+def test_any_life_of_small_storages_is_exact_and_leaves_nothing(
+    ahead_bytes: int | None, actions: list[tuple[str, int]]
 ) -> None:
     device = cm.SimDevice(SLOW_LINK)
     with device.compute():
         limits = Limits() if ahead_bytes is None else Limits(ahead_bytes=ahead_bytes)
-        swapping = Swapping(device, staging_bytes=staging_bytes, limits=limits)
+        swapping = Swapping(device, limits=limits)
         alive: list[tuple[SwappedView, Tensor]] = []
         for what, number in actions:
             live(swapping, alive, what, number)
-            packed = [group.packed for group in swapping.executor._registry.packed_groups]
-            assert sum(one.nbytes for one in packed if one.device is not None) <= staging_bytes
         for handle, expected in alive:
             assert torch.equal(swapping.executor.use(handle), expected)
         handle = None  # type: ignore[assignment]  # the loop's last one
         alive.clear()
         swapping.assert_nothing_left()
-
-
-# --- staging is bounded
-
-
-def test_another_carrier_waits_for_the_oldest_ones_copy(slow: cm.SimDevice) -> None:
-    with slow.compute():
-        swapping = Swapping(slow, staging_bytes=128 * KIB)
-        large = swapping.keep_the_link_busy()
-        first, expected = swapping.save_small(8)
-        second, also_expected = swapping.save_small(8)
-        packed_groups = [first[0].claim.saved.form.group, second[0].claim.saved.form.group]
-        assert [group.packed.state for group in packed_groups if group is not None] == [State.SWAPPING_OUT, State.SWAPPING_OUT]
-        before = slow.current_stream().record()
-        third, at_last = swapping.save_small(8)  # 192 KiB in three packed_groups: one too many
-        assert [group.packed.state for group in packed_groups if group is not None] == [State.ON_HOST, State.SWAPPING_OUT]
-        after = slow.current_stream().record()
-        assert after.time_us - before.time_us > 64 * KIB / 10  # compute, not the host, waited for that copy: 10 bytes a us
-        swapping.assert_exact(first + second + third, expected + also_expected + at_last)
-        del first, second, third, large, packed_groups
-        swapping.assert_nothing_left()
-
-
-def test_a_carrier_that_comes_back_is_staged_too(slow: cm.SimDevice) -> None:
-    with slow.compute():
-        swapping = Swapping(slow, staging_bytes=64 * KIB)
-        large = swapping.keep_the_link_busy()
-        first, expected = swapping.save_small(8)
-        second, also_expected = swapping.save_small(8)
-        outgoing = second[0].claim.saved.form.group
-        assert outgoing is not None
-        was_away = [outgoing.packed.device is None]
-        assert torch.equal(swapping.executor.use(first[0]), expected[0])
-        was_away.append(outgoing.packed.device is None)
-        assert was_away == [False, True]
-        swapping.assert_exact(first + second, expected + also_expected)
-        del first, second, large, outgoing
-        swapping.assert_nothing_left()
-
-
-def test_staging_too_small_for_a_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"staging_bytes: expected room for two tensors of pack_below_bytes \(131072 each\)"):
-        Thresholds(staging_bytes=100 * KIB)
 
 
 def test_a_group_ends_though_its_members_are_saved_again(swapping: Swapping) -> None:

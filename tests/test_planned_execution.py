@@ -26,8 +26,8 @@ from chameleon_mm.plan.swap_plan import Action, SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.plan.unswapped_memory import least_memory, memory_curve
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.swap_outs import PACK_BELOW_BYTES
 from tests._random_models import (
     FULL_DUPLEX_GPU,
     NO_LIMIT,
@@ -76,13 +76,13 @@ def assert_exact_and_clean(
     budget: int = NO_LIMIT,
     *,
     spec: GpuSpec = SLOW_GPU,
-    thresholds: Thresholds | None = None,
+    pack_below_bytes: int = 0,
     steps: int = 5,
 ) -> tuple[list[Step], Executor]:
     """Train by plans, with the bits of training without. Nothing remains allocated. Return the swapped steps."""
     plain, device = far_ahead(spec), far_ahead(spec)
     pool = cm.PinnedPool("64MiB", device=device)
-    executor = planning(device, budget, pool=pool, thresholds=thresholds)
+    executor = planning(device, budget, pool=pool, pack_below_bytes=pack_below_bytes)
     expected, parameters = train(seed, plain, steps=steps)
     got, swapped = train(seed, device, executor, steps=steps)
     assert [step.loss for step in got] == [step.loss for step in expected]
@@ -162,7 +162,7 @@ def test_planned_steps_move_storages_in_part_too() -> None:
 @pytest.mark.parametrize("seed", seeds(1, of=range(3)))
 def test_small_copies_that_share_a_call_take_as_long(seed: int) -> None:
     (budget,) = budgets_of(seed, (0.2,))
-    steps, _ = assert_exact_and_clean(seed, budget, thresholds=Thresholds())
+    steps, _ = assert_exact_and_clean(seed, budget, pack_below_bytes=PACK_BELOW_BYTES)
     assert_as_simulated(steps[1:], link_of(SLOW_GPU))
 
 

@@ -25,7 +25,7 @@ from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.follow.plan_follower import plan_steps
 from chameleon_mm.plan.rule import Limits
-from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.swap_outs import PACK_BELOW_BYTES
 from tests._lending_device import GreedyDevice
 from tests._programs import swapping_executor
 from tests._random_programs import UNARY, Instruction, Run, normalised, programs, run
@@ -85,8 +85,8 @@ class Reentered:
     def __init__(self, device: Device, pool: cm.PinnedPool, setting: Setting, *, session: bool) -> None:
         budget = device.allocated_bytes() + setting.room_bytes
         limits = Limits(hbm_budget_bytes=budget if session or setting.short else None, leaving_bytes=setting.leaving_bytes)
-        thresholds = Thresholds() if setting.packs else Thresholds.direct()
-        self.executor = swapping_executor(device, pool, limits, min_bytes=setting.min_bytes, thresholds=thresholds)
+        pack_below_bytes = PACK_BELOW_BYTES if setting.packs else 0
+        self.executor = swapping_executor(device, pool, limits, min_bytes=setting.min_bytes, pack_below_bytes=pack_below_bytes)
         self.adaptation = plan_steps(self.executor, pool) if session else None
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device.protocols import Device, Event, Stream
-from chameleon_mm.swap.copy_queue import CopyQueue, Move, Thresholds
+from chameleon_mm.swap.copy_queue import CopyQueue, Move
 from chameleon_mm.units import KIB, MIB
 
 PIECE = 1000
@@ -528,16 +528,3 @@ def act(what: str, tracked: Tracked, queue: CopyQueue, stream: CountingStream) -
         assert done is move.done
     elif what == "curtail" and tracked.outward and not move.cancelled:
         tracked.unsent += queue.truncate(move)
-
-
-# --- which way a buffer goes, by its size alone
-
-
-@pytest.mark.parametrize(("nbytes", "packs"), [(0, True), (128 * KIB - 1, True), (128 * KIB, False), (1 << 40, False)])
-def test_a_buffer_is_packed_below_the_limit(nbytes: int, packs: bool) -> None:
-    assert Thresholds().packs(nbytes) is packs
-
-
-def test_a_negative_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="pack_below_bytes: expected 0 bytes or more"):
-        Thresholds(pack_below_bytes=-1)

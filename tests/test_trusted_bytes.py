@@ -18,7 +18,6 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.rule import Limits
 from chameleon_mm.state import optimizer_swap as state_swapping
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import KeptTensor, SavedBytes, SwappedView
 from chameleon_mm.swap.host_copy import State
@@ -178,7 +177,7 @@ def test_a_write_after_the_prefetch(written: bool, checked: bool, device: Device
     if not checked:
         monkeypatch.setattr(SavedBytes, "check", lambda self: None)
     pool, limits = cm.PinnedPool("8MiB", device=device), Limits(ahead_bytes=0, leaving_bytes=0)
-    executor = swapping_executor(device, pool, limits, min_bytes=1, thresholds=Thresholds.direct())
+    executor = swapping_executor(device, pool, limits, min_bytes=1, pack_below_bytes=0)
     with device.compute():
         y = torch.randn(SIDE, SIDE, device=device.torch_device)
         expected, counter = y.clone(), y.detach()

@@ -192,7 +192,7 @@ def test_errors_are_caught_by_name_and_as_built_ins(error: type[Exception], buil
 # --- arguments of a wrong type are refused in one line, before anything was started: expected, got, what to do
 
 
-SHARES = {"min_bytes": (None, np.int64(4096), "1GiB", 4096), "device": (None,), "pool": (None,), "thresholds": (None,)}
+SHARES = {"min_bytes": (None, np.int64(4096), "1GiB", 4096), "device": (None,), "pool": (None,)}
 SIZES, SWITCH, NOTHING = (None, np.int64(4096), "1GiB", 4096), (True,), (None,)
 BUDGETS = (*SIZES, np.float32(1))
 WRONG: tuple[Any, ...] = (

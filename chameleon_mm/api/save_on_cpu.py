@@ -27,7 +27,6 @@ from chameleon_mm.plan.rule import DefaultRule, Limits
 from chameleon_mm.pool.pool import PinnedPool, pool_for
 from chameleon_mm.swap.budget import take_budget
 from chameleon_mm.swap.classify import ProtectedStorages
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor, autograd_hooks
 from chameleon_mm.units import AUTO, MIB, is_auto, parse_budget, parse_size
 
@@ -56,8 +55,6 @@ def check_early(given: Mapping[str, Any]) -> None:
             check_type(name, value, nn.Module, "a torch.nn.Module or None", "put several into an nn.ModuleList")
         elif name == "pool":
             check_type(name, value, PinnedPool, "a PinnedPool or None", "pass PinnedPool('8GiB')")
-        elif name == "thresholds":
-            check_type(name, value, Thresholds, "a chameleon_mm.swap.copy_queue.Thresholds or None", "leave it out")
         elif name == "device":
             resolve_device(value)
 
@@ -67,8 +64,7 @@ class save_on_cpu:  # noqa: N801 - torch's name: a class used as a function
 
     `pin_memory`, `device_type`: torch's arguments, accepted without effect. Memory is always pinned, on the device `device`.
     `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA if available, else the simulator). `min_bytes`: minimum size of
-    a storage to move (None: 1 MiB). `pool`: a `PinnedPool` to share (None: a new pool). `thresholds`: sizes from which storages
-    move alone (None: those below 128 KiB are packed together).
+    a storage to move (None: 1 MiB). `pool`: a `PinnedPool` to share (None: a new pool).
 
     Device memory is kept within a session's default budget: nine tenths of the memory that is free on the device or held by
     this process there. If that is full, and in a first pass without a forecast, compute waits for copies, on the device.
@@ -96,17 +92,15 @@ class save_on_cpu:  # noqa: N801 - torch's name: a class used as a function
         device: Device | str | None = None,
         min_bytes: int | str | None = None,
         pool: PinnedPool | None = None,
-        thresholds: Thresholds | None = None,
     ) -> None:
         del pin_memory, device_type
-        check_early({"thresholds": thresholds})
         rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
         self.pool = pool_for(device, pool)
         self.device = self.pool.device
         budget_bytes = take_budget(AUTO, self.device).nbytes
         limits = Limits(hbm_budget_bytes=budget_bytes, leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES)
         protected = ProtectedStorages()
-        self._executor = Executor(self.device, self.pool, rule=rule, limits=limits, protected=protected, thresholds=thresholds)
+        self._executor = Executor(self.device, self.pool, rule=rule, limits=limits, protected=protected)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*autograd_hooks(self._executor))
         self._entered = threading.local()
         """`times`: number of contexts that the thread is in. Hooks are per thread."""
@@ -165,7 +159,7 @@ class InstalledSaveOnCpu(saved_tensors_hooks):
 def install(**save_on_cpu_args: Any) -> None:
     """Replace `torch.autograd.graph.save_on_cpu` by ours, in all modules that imported it, until `uninstall`.
 
-    `save_on_cpu_args`: keywords of ours (`device`, `min_bytes`, `pool`, `thresholds`). `device` defaults to the current device
+    `save_on_cpu_args`: keywords of ours (`device`, `min_bytes`, `pool`). `device` defaults to the current device
     at the first use. Does nothing if the same is installed already. Raises `RuntimeError` if it is installed with other
     arguments, `TypeError` for an unknown argument, and `ValueError` for a malformed size.
     """

@@ -47,7 +47,6 @@ from chameleon_mm.state.snapshots import Snapshot
 from chameleon_mm.swap.budget import BudgetTaken, take_budget
 from chameleon_mm.swap.calibration import replayable_on
 from chameleon_mm.swap.classify import ProtectedStorages
-from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor, autograd_hooks
 from chameleon_mm.swap.hook_counts import limits_problem, misuse
 from chameleon_mm.units import AUTO, MIB, is_auto, parse_budget, parse_size, share_of
@@ -86,20 +85,20 @@ class SwapSession:
     this process there. None or "auto": nine tenths of that; the rest is for fragmentation and memory outside of torch's
     allocator. `host_budget`: the same for pinned memory. Shares are of this rank's part of the available host memory; None or
     "auto": half. `device`: a `Device`, "cuda", "cuda:1", "sim", "sim:a100"; None: CUDA if available, else the simulator.
-    `min_bytes`: minimum size of a saved storage to move; None: 1 MiB. `thresholds`: sizes from which storages move alone; None:
-    those below 128 KiB are packed together. `pool`: a pool to share with others; None: a new pool of `host_budget`. `model`:
-    its parameters (unless swapped) and buffers never move. The budget is checked against their bytes first. `optimizer`: an
-    optimizer of the model. Its state is in host memory between its steps, and is copied back part by part for a step or a read.
-    `parameters`: "keep" or "swap". "swap": the model's parameters and gradients share a part of the budget, and each is copied
-    back before its use (on one device; plans do not recompute then). `plans`: True: record the first step, and each step unlike
-    earlier ones; later steps like it follow a plan. False: the default rule moves everything in every step. `recompute`: True:
-    plans may drop storages that are cheaper to recompute than to move, each only after its recomputation has made the same bits
-    as the original. False: plans only swap. Compiled regions are different: the session chooses how much they save as they
-    first compile, and compiles them at most once more (`compiled_partition`). False: torch chooses. `progress`: True: print a
-    line to stderr for each step. A function: call it with each step's `StepFigures`, and log its errors. `keep`: modules of
-    `model` whose saved tensors stay on the device, with those of modules that run inside them. `never_recompute`: modules whose
-    saved tensors may be swapped, but not dropped. Both are lists of paths as in `named_modules` with `*` and `?` ("*.lm_head"),
-    of modules, and of classes. A storage saved by several modules stays if one of them is named. The report shows the cost.
+    `min_bytes`: minimum size of a saved storage to move; None: 1 MiB. Those below 128 KiB are packed together. `pool`: a pool
+    to share with others; None: a new pool of `host_budget`. `model`: its parameters (unless swapped) and buffers never move.
+    The budget is checked against their bytes first. `optimizer`: an optimizer of the model. Its state is in host memory between
+    its steps, and is copied back part by part for a step or a read. `parameters`: "keep" or "swap". "swap": the model's
+    parameters and gradients share a part of the budget, and each is copied back before its use (on one device; plans do not
+    recompute then). `plans`: True: record the first step, and each step unlike earlier ones; later steps like it follow a plan.
+    False: the default rule moves everything in every step. `recompute`: True: plans may drop storages that are cheaper to
+    recompute than to move, each only after its recomputation has made the same bits as the original. False: plans only swap.
+    Compiled regions are different: the session chooses how much they save as they first compile, and compiles them at most once
+    more (`compiled_partition`). False: torch chooses. `progress`: True: print a line to stderr for each step. A function: call
+    it with each step's `StepFigures`, and log its errors. `keep`: modules of `model` whose saved tensors stay on the device,
+    with those of modules that run inside them. `never_recompute`: modules whose saved tensors may be swapped, but not dropped.
+    Both are lists of paths as in `named_modules` with `*` and `?` ("*.lm_head"), of modules, and of classes. A storage saved by
+    several modules stays if one of them is named. The report shows the cost.
 
     Hooks act on the thread that entered the session, and that thread must exit it. Tensors saved by graphs that dynamo compiled
     are swapped too; dynamo never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed
@@ -122,7 +121,6 @@ class SwapSession:
         *,
         model: nn.Module | None = None,
         pool: PinnedPool | None = None,
-        thresholds: Thresholds | None = None,
         plans: bool = True,
         recompute: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
@@ -135,7 +133,7 @@ class SwapSession:
         stated = None if is_auto(host_budget) else host_budget
         host = None if stated is None else parse_budget(stated, pinnable_bytes, what="host_budget")
         self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
-        check_early({"model": model, "thresholds": thresholds, "plans": plans, "recompute": recompute})
+        check_early({"model": model, "plans": plans, "recompute": recompute})
         self._model_swap = ModelSwap(model, optimizer, parameters)
         self.pins = {"keep": keep, "never_recompute": never_recompute}
         pinned = {option: pinned_modules(option, pins, model) for option, pins in self.pins.items()}
@@ -154,7 +152,6 @@ class SwapSession:
             rule=self._rule,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(tensors_of(model)),
-            thresholds=thresholds,
             names=ModuleNames(model, **pinned),
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,46 +25,6 @@ from chameleon_mm.device import Device, Event
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.plan.timing import PIECE_BYTES
 from chameleon_mm.swap.handles import SavedBytes
-from chameleon_mm.units import KIB, MIB
-
-# --- Minimum size of a buffer that is copied alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """Minimum size in bytes of a buffer that is copied alone, and the memory that packing may take.
-
-    Raises `ValueError` if the size is negative, or if staging has no room for two packed tensors.
-    """
-
-    pack_below_bytes: int = 128 * KIB
-    """Minimum size of a buffer that is copied alone. At this size a copy takes 2.4 us on the link, at the 55 GB/s published for
-    an H200, and 2.3-7 us for the call of cudaMemcpyAsync."""
-
-    staging_bytes: int = 64 * MIB
-    """Device memory for all packed groups that are copied out or back: sixteen groups of 4 MiB. If it is full, compute waits
-    for the copy of the oldest group, whose memory is freed before another group is made."""
-
-    def __post_init__(self) -> None:
-        if self.pack_below_bytes < 0:
-            raise ValueError(f"pack_below_bytes: expected 0 bytes or more, got {self.pack_below_bytes}")
-        if self.staging_bytes < 2 * self.pack_below_bytes:
-            raise ValueError(
-                f"staging_bytes: expected room for two tensors of pack_below_bytes ({self.pack_below_bytes} each), got "
-                f"{self.staging_bytes}; raise it, or lower pack_below_bytes"
-            )
-
-    @classmethod
-    def direct(cls) -> Thresholds:
-        """Return thresholds with which every buffer is copied alone."""
-        return cls(pack_below_bytes=0)
-
-    def packs(self, nbytes: int) -> bool:
-        """True if a buffer of `nbytes` is packed with others: one kernel packs them, one copy moves them."""
-        return nbytes < self.pack_below_bytes
-
-
-# --- copy queue
 
 _log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from chameleon_mm.swap.calling_thread import ComputeStreams, let_go_at_exit
 from chameleon_mm.swap.checksums import Checksums
 from chameleon_mm.swap.claims import Claim, Claims, Found, StorageRegistry
 from chameleon_mm.swap.classify import ProtectedStorages, facts_of, reason_to_stay, save_parts
-from chameleon_mm.swap.copy_queue import CopyQueue, Thresholds
+from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.gathered_part import Part
 from chameleon_mm.swap.hand_over import HandOver
@@ -53,7 +53,6 @@ from chameleon_mm.swap.hook_counts import HookCounts
 from chameleon_mm.swap.hook_lock import Ended, HookLock, call_if_alive
 from chameleon_mm.swap.host_copy import State, SwapContext
 from chameleon_mm.swap.metrics import Metrics, StepKind
-from chameleon_mm.swap.packed_group import Staging
 from chameleon_mm.swap.recipe import Reliance
 from chameleon_mm.swap.recipe_runner import Comparisons, RecipeRunner
 from chameleon_mm.swap.reclaim import Lending
@@ -62,7 +61,7 @@ from chameleon_mm.swap.recording import Recording
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.step_ops import StepOps
 from chameleon_mm.swap.swap_ins import Rescue, SwapIns
-from chameleon_mm.swap.swap_outs import SwapOuts
+from chameleon_mm.swap.swap_outs import PACK_BELOW_BYTES, SwapOuts
 
 # --- Parts of an executor: swap-outs, swap-ins, recomputation, and their common budget
 
@@ -89,7 +88,7 @@ def assemble(
     recording: Recording,
     rule: DefaultRule,
     limits: Limits,
-    thresholds: Thresholds,
+    pack_below_bytes: int,
 ) -> Parts:
     """Make the parts of an executor for `device`. `ended`: the executor's `has_ended`. No part keeps the executor alive."""
     streams = ComputeStreams(device)
@@ -111,11 +110,10 @@ def assemble(
     if (hook := device.allocator_hook()) is not None:
         # Lend nothing in a recording: lending would change the holders and allocations that the recorder counts.
         budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
-    staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
-    outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds)
+    outs = SwapOuts(context, registry, budget, rule=rule, pack_below_bytes=pack_below_bytes)
     weak_outs = weakref.ref(outs)
     recipe_runner = RecipeRunner(device, context, claims, budget, Comparisons(Checksums(device, pool), metrics.totals))
-    ins = SwapIns(context, registry, budget, staging, order, recipe_runner)
+    ins = SwapIns(context, registry, budget, order, recipe_runner)
     recomputing = Recomputing(device, streams, metrics, recipe_runner, partial(call_if_alive, ended))
     return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, streams))
 
@@ -137,17 +135,17 @@ class Executor:
         rule: DefaultRule,
         limits: Limits,
         protected: ProtectedStorages,
-        thresholds: Thresholds | None = None,
+        pack_below_bytes: int = PACK_BELOW_BYTES,
         names: ModuleNames | None = None,
     ) -> None:
-        """`names`: module names, which mark the modules whose saved storages stay on the device; None: no module."""
+        """`pack_below_bytes`: minimum size of a storage that is copied alone. `names`: module names, which mark the modules
+        whose saved storages stay on the device; None: no module."""
         self.rule, self.names = rule, names
         self._least_bytes = max(1, rule.min_bytes)  # minimum size that moves; stored, because every hook reads it
         self.protected = protected
-        thresholds = thresholds or Thresholds()
         self.recording = recording = Recording()
         ended = weakref.WeakMethod(self.has_ended)
-        self.parts = parts = assemble(device, pool, ended, recording, rule, limits, thresholds)
+        self.parts = parts = assemble(device, pool, ended, recording, rule, limits, pack_below_bytes)
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
         self.recomputing = parts.recomputing
         self._comparisons = parts.recipe_runner.comparisons

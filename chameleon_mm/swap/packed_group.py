@@ -9,9 +9,8 @@ A copy of 16 KiB takes 0.3 us on the link and ten times that on the host. Packin
 Their memory is free in stream order as soon as the kernel is queued. Members were saved within a few operators, so backward
 uses them within a few operators too. The first use of a member unpacks the others as well, if there is room.
 
-`Staging` bounds the device memory of groups, both ways. A ring of fixed buffers would hold its memory forever. So groups use
-blocks of the caching allocator, which count in the budget only while in use. If groups reach the bound, compute waits for the
-copies of the oldest, and these are dropped, before another group is packed.
+A ring of fixed buffers would hold its memory forever. So groups use blocks of the caching allocator, which count in the budget
+while in use. The budget reclaims them like other saved storages.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import torch
 from chameleon_mm.device import Stream
 from chameleon_mm.device.packing import PACK_ALIGN_BYTES, packed_offsets
 from chameleon_mm.swap.calling_thread import annotation
-from chameleon_mm.swap.claims import StorageRegistry
 from chameleon_mm.swap.forms import Form
 from chameleon_mm.swap.handles import SavedBytes, flat_bytes
 from chameleon_mm.swap.host_copy import State, SwapContext
@@ -107,49 +105,15 @@ class PackedForm(Form):
         self.group = None
 
 
-class Staging:
-    """Packed groups on the device, of at most `limit_bytes` in total. Not thread-safe."""
-
-    def __init__(self, registry: StorageRegistry, *, limit_bytes: int) -> None:
-        self._registry = registry
-        self._limit_bytes = limit_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(packed.nbytes for packed in self._packed() if packed.device is not None)
-
-    def batches(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
-        """Divide `members`, in order, into batches within `at_most` bytes and the limit. A larger member has a batch of its
-        own."""
-        most = min(at_most, self._limit_bytes)
-        load: list[SavedStorage] = []
-        end = 0
-        for member in members:
-            end = round_up(end, PACK_ALIGN_BYTES) + member.nbytes
-            if load and end > most:
-                yield load
-                load, end = [], member.nbytes
-            load.append(member)
-        if load:
+def batches(members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
+    """Divide `members`, in order, into batches within `at_most` bytes. A larger member has a batch of its own."""
+    load: list[SavedStorage] = []
+    end = 0
+    for member in members:
+        end = round_up(end, PACK_ALIGN_BYTES) + member.nbytes
+        if load and end > at_most:
             yield load
-
-    def _packed(self) -> list[SavedStorage]:
-        return [group.packed for group in self._registry.packed_groups]
-
-    def make_room(self, nbytes: int) -> bool:
-        """Reclaim groups, oldest first, until `nbytes` more fit. Returns False if they do not fit, because the device refused
-        copies."""
-        if self.fits(nbytes):
-            return True
-        for packed in sorted(self._packed(), key=lambda packed: (packed.epoch, packed.index)):
-            if packed.state is State.SWAPPING_OUT:
-                packed.reclaim()
-            elif packed.state in (State.SWAPPING_IN, State.RESTORED):
-                packed.drop_restored()
-            if self.fits(nbytes):
-                return True
-        return False
-
-    def fits(self, nbytes: int) -> bool:
-        """True if `nbytes` more stay within the limit."""
-        return self.used_bytes + nbytes <= self._limit_bytes
+            load, end = [], member.nbytes
+        load.append(member)
+    if load:
+        yield load

@@ -23,7 +23,7 @@ from chameleon_mm.swap.calling_thread import ComputeStreams
 from chameleon_mm.swap.claims import StorageRegistry
 from chameleon_mm.swap.handles import Handle
 from chameleon_mm.swap.host_copy import State, SwapContext
-from chameleon_mm.swap.packed_group import PackedGroup, Staging
+from chameleon_mm.swap.packed_group import PackedGroup
 from chameleon_mm.swap.recipe import Reliance, node_is_torchs
 from chameleon_mm.swap.recipe_runner import RecipeRunner
 from chameleon_mm.swap.saved_storage import SavedStorage
@@ -43,11 +43,10 @@ class SwapIns:
         context: SwapContext,
         registry: StorageRegistry,
         budget: Budget,
-        staging: Staging,
         order: UseOrder,
         recipe_runner: RecipeRunner,
     ) -> None:
-        self._context, self._registry, self._budget, self._staging = context, registry, budget, staging
+        self._context, self._registry, self._budget = context, registry, budget
         self._order, self._recipe_runner = order, recipe_runner
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
@@ -70,8 +69,6 @@ class SwapIns:
             coming = self._registry.get(index)
             if coming is not None and coming.form.group is not None and coming.state is State.ON_HOST:
                 coming = coming.form.group.packed
-                if not self._staging.fits(coming.nbytes):
-                    return
             if coming is None or not coming.may_be_prefetched:
                 continue
             if self._budget.way is not None and coming.number is not None:
@@ -154,8 +151,6 @@ class SwapIns:
     def _unpack_some(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> bool:
         """Unpack `wanted` and, as far as there is room, the other members of the group by one kernel: storages saved together
         are used together. Returns True if no member is left."""
-        if group.packed.state is State.ON_HOST:
-            self._staging.make_room(group.packed.nbytes)  # a use needs the group, even if copies out are refused
         packed = self._restore_held(group.packed, compute)
         waiting = group.packed_members()
         members, nbytes, room = [], allocated_size(wanted.nbytes), self._budget.spare_until_used_bytes()

@@ -173,7 +173,7 @@ def _by_hand(device: Device, saves: int, step: Step) -> Sample:
 
 def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, packs: bool = False) -> Sample:
     hooks = save_on_cpu(device=device, min_bytes=min_bytes)
-    hooks._executor._outs.pack_below_bytes = PACK_BELOW_BYTES if packs else 0
+    hooks._executor.outs.pack_below_bytes = PACK_BELOW_BYTES if packs else 0
     own = hooks._hooks.pack_hook, hooks._hooks.unpack_hook
     with hooks.pool, device.compute():
         with quiet(device):
@@ -200,7 +200,7 @@ def _planned(
     # Added to the chain's share: the current gradient, the tensors that backward brings back, the few bytes of the sum.
     hbm = None if budget is None else device.allocated_bytes() + int(budget * chain_bytes) + 16 * TENSOR_BYTES
     session = SwapSession(hbm, device=device, min_bytes=min_bytes, recompute=link is not None)
-    session._executor._outs.pack_below_bytes = PACK_BELOW_BYTES if packs else 0
+    session._executor.outs.pack_below_bytes = PACK_BELOW_BYTES if packs else 0
     if link is not None and session._adaptation is not None:
         session._adaptation._link_cost = lambda: link  # no public argument: only this benchmark forces the choice
     taken: list[tuple[float, float]] = []

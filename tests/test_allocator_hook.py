@@ -174,7 +174,7 @@ def test_without_the_wait_the_simulator_names_both_accesses(monkeypatch: pytest.
 def lent(machine: OnSim | OnCuda, swapper: Executor, t: Tensor) -> SwappedView:
     """A handle of `t`'s storage, which is lent to the allocator."""
     if isinstance(machine, OnCuda) and not control.is_loaded():  # on a GPU the copy is else done by the next hook
-        with machine.on(swapper.parts.context.out_queue.stream):
+        with machine.on(swapper.context.out_queue.stream):
             torch.cuda._sleep(400_000_000)  # 0.2 s
     handle = saved(machine, swapper, t)
     swapper.save(randn(machine, 8, requires_grad=True))
@@ -222,7 +222,7 @@ def test_a_lent_storage_is_used_and_dropped_like_any_other(end: str, machine: On
     swapper.save(randn(machine, 8, requires_grad=True))
     machine.device.synchronize()
     swapper.save(randn(machine, 8, requires_grad=True))
-    assert swapper.parts.context.pool.stats().live_bytes == 0
+    assert swapper.context.pool.stats().live_bytes == 0
     assert machine.device.allocated_bytes() == before
 
 
@@ -232,7 +232,7 @@ def test_a_storage_of_which_a_part_stays_is_not_lent(machine: OnSim | OnCuda, sw
     handle = saved(machine, swapper, kept.clone())
     storage = handle.claim.saved
     storage.op_is_over = True
-    swapper.parts.outs.swap_out_planned(storage, storage.nbytes // 2)
+    swapper.outs.swap_out_planned(storage, storage.nbytes // 2)
     swapper.save(randn(machine, 8, requires_grad=True))
     swapper.save(randn(machine, 8, requires_grad=True))
     assert not storage.slot.lent
@@ -262,7 +262,7 @@ def test_nothing_is_lent_while_a_step_is_recorded(machine: OnSim | OnCuda) -> No
             x = torch.randn(256, 256, device=at, requires_grad=True)
             for _ in range(6):
                 x = torch.tanh(x)
-                was_lent += [one.slot.lent is not None for one in session._executor.parts.registry.all()]
+                was_lent += [one.slot.lent is not None for one in session._executor.registry.all()]
             x.sum().backward()
         assert session.report().steps_by_phase == {"recorded": 1}
         assert session.report().bytes_swapped_out

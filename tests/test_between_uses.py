@@ -330,7 +330,7 @@ def test_the_executor_does_what_was_simulated(seed: int, share: float, backwards
         timeline = simulate(step.trace, step.plan, link_of(SLOW_GPU))
         assert step.peak_bytes == timeline.peak_bytes <= budget
         assert step.step_us == pytest.approx(timeline.step_us, rel=TIME_SHARE)
-    assert len(executor._registry) == 0
+    assert len(executor.registry) == 0
     assert pool.stats().live_bytes == 0
     del swapped
     assert device.allocated_bytes() == 0

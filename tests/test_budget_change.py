@@ -188,10 +188,10 @@ def test_what_was_restored_goes_where_the_budget_is_passed_already() -> None:
             loss = model(x).sum()
             executor = session._executor
             executor.budget.reclaim_all(())
-            away = [saved for saved in executor._registry.all() if saved.state is State.ON_HOST]
+            away = [saved for saved in executor.registry.all() if saved.state is State.ON_HOST]
             assert len(away) > 3
             for saved in away:
-                executor._ins.restore(saved, device.current_stream())
+                executor.ins.restore(saved, device.current_stream())
             aside = torch.empty(2 << 20, dtype=torch.uint8)
             assert device.allocated_bytes() > session.hbm_budget
             executor.budget.check_memory()

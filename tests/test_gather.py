@@ -185,8 +185,8 @@ def test_many_views_end_in_one_copy_of_all(rows: int, alone: int, device: Device
     assert swapper.metrics.totals.bytes_swapped_out == alone * rows * ROW * 4 + BIG_BYTES
     handles.clear()
     del handle
-    assert len(swapper._registry) == 0
-    assert not swapper._claims._parts
+    assert len(swapper.registry) == 0
+    assert not swapper.claims._parts
 
 
 def test_less_than_is_worth_a_copy_stays_packed(device: Device, pool: cm.PinnedPool) -> None:
@@ -260,7 +260,7 @@ def gathered_and_used(*, gathered_on_side: bool, used_on_side: bool) -> None:
                 assert torch.equal(swapper.use(handle), expected)
         assert torch.equal(swapper.use(handle), expected)
         del again, handle
-    assert len(swapper._registry) == 0
+    assert len(swapper.registry) == 0
 
 
 @pytest.mark.parametrize("used_on_side", [False, True])

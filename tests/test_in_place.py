@@ -308,7 +308,7 @@ def test_a_second_backward_finds_the_memory_gone_in_between(sim: cm.SimDevice) -
     def look() -> None:
         torch.ones(2, requires_grad=True).exp()
         torch.ones(2, requires_grad=True).exp()
-        states.extend(one.state for one in hooks._executor.parts.registry.all())
+        states.extend(one.state for one in hooks._executor.registry.all())
 
     with sim.compute(), hooks:
         got = twice(sim.torch_device, look)

@@ -100,7 +100,7 @@ def test_it_is_raised_at_the_next_entry_and_once(entry: str, sim: cm.SimDevice, 
     else:
         body()
     assert session.report().bytes_swapped_in > 0
-    assert session.pool.stats().num_live == len(session._executor._registry) == 0
+    assert session.pool.stats().num_live == len(session._executor.registry) == 0
     assert unraisable == []
 
 
@@ -133,7 +133,7 @@ def lose_a_source(x: Tensor) -> None:
 
 def test_the_drop_in_raises_it_at_its_end_or_at_a_hook(unraisable: list[BaseException | None]) -> None:
     hooks = cm.save_on_cpu(device=Unwatched(SLOW_LINK), min_bytes=0)
-    hooks._executor._outs.pack_below_bytes = 0
+    hooks._executor.outs.pack_below_bytes = 0
     x = torch.randn(64, 64, requires_grad=True)
     with hooks:
         deep(x).sum().backward()  # what a pass takes is known from here on: before, none of its copies is pending for long

@@ -338,13 +338,13 @@ class Session:
                 with session.step():
                     found.append(images(self.program(step)))
                 self.hooks.append(session._executor.hand_over.loop.hook)
-                if native._entries[0] == session._executor.parts.registry.epoch:
+                if native._entries[0] == session._executor.registry.epoch:
                     self.entered.append(step.number)
             step.graph = None
             gc.collect()  # objects held by an error's frames
             self.device.synchronize()
             self.report, self.live = session.report(), session.pool.stats().live_bytes
-            assert not session._executor.parts.context.held and not len(session._executor.parts.registry)
+            assert not session._executor.context.held and not len(session._executor.registry)
         return found
 
 

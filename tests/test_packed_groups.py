@@ -99,8 +99,8 @@ class Swapping:
     def assert_nothing_left(self) -> None:
         self.device.synchronize()
         self.next_op()
-        assert len(self.executor._registry) == 0
-        assert not self.executor._registry.packed_groups
+        assert len(self.executor.registry) == 0
+        assert not self.executor.registry.packed_groups
         assert self.pool.stats().num_live == 0
 
 
@@ -331,7 +331,7 @@ def test_a_group_ends_though_its_members_are_saved_again(swapping: Swapping) -> 
     handles, expected = swapping.save_small(4)
     used = [swapping.executor.use(handle) for handle in handles]
     again = [swapping.save(t) for t in used]
-    assert not swapping.executor._registry.packed_groups
+    assert not swapping.executor.registry.packed_groups
     del used, handles
     swapping.assert_exact(again, expected)
 
@@ -359,7 +359,7 @@ def test_room_for_what_is_unpacked_is_made_in_blocks_of_the_allocator(
     monkeypatch.setattr(PackedGroup, "unpack", takes)
     busy = swapping.keep_the_link_busy()
     handles, expected = swapping.save_small(40, nbytes=64)
-    swapping.executor._outs.pack_small()
+    swapping.executor.outs.pack_small()
     swapping.next_op()
     swapping.executor.budget.reclaim_pending()
     swapping.assert_exact(handles, expected)

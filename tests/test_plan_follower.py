@@ -66,7 +66,7 @@ class Training:
                 (got,) = torch.autograd.grad(self._run(x, word), x)
             self.executor.end_step(completed=completed)
             assert torch.equal(got, expected)
-        assert len(self.executor._registry) == 0
+        assert len(self.executor.registry) == 0
         assert self.pool.stats().live_bytes == 0
         return had_plan
 
@@ -227,5 +227,5 @@ def test_a_graph_from_one_step_is_used_in_the_next() -> None:
         executor.end_step(completed=True)
     assert torch.equal(got, expected)
     del out
-    assert len(executor._registry) == 0
+    assert len(executor.registry) == 0
     assert training.pool.stats().live_bytes == 0

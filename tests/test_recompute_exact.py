@@ -989,7 +989,7 @@ def test_handles_may_go_in_any_order(last_first: bool) -> None:
         assert torch.equal(executor.use(last), expected)
         del last
     assert session.pool.stats().num_live == 0
-    assert executor._registry.all() == []
+    assert executor.registry.all() == []
 
 
 KEPT = {"StepFigures", "CopySpan", "Access", "Extent"}
@@ -1026,7 +1026,7 @@ def test_no_memory_grows_without_the_collector(name: str, no_gc: None) -> None:
     assert max(nbytes[10:]) <= max(nbytes[:10])
     # An object that stays in each step would add 10. The first ten steps fill caches.
     assert max(objects[4:]) < max(objects[2:4]) + 5
-    assert executor_of(session)._registry.all() == []
+    assert executor_of(session).registry.all() == []
     assert session.pool.stats().num_live == 0
 
 

@@ -429,7 +429,7 @@ def test_memory_of_a_rescue_while_the_loop_follows_is_no_growth(
     """As where the last handle of a source goes outside of hooks, in a graph of an earlier step, which recomputed."""
     keep_first_plan(monkeypatch)  # else a plan on trial is timed, which the helper does not do
     with planned(machine_type()) as (work, session), session.step():
-        budget = session._executor.parts.budget
+        budget = session._executor.budget
         monkeypatch.setattr(Rescue, "let_go", lambda rescue, reliance: budget.note_allocated(1 << 20))
         loss, loop = work.forward(WORD), session._executor.hand_over.loop
         before = loop.taken

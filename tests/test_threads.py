@@ -160,7 +160,7 @@ def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDev
     del first
     assert torch.equal(swapper.use(again[0]), t)
     again.clear()
-    assert len(swapper._registry) == 0
+    assert len(swapper.registry) == 0
 
 
 # --- streams

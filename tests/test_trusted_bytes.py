@@ -190,7 +190,7 @@ def test_a_write_after_the_prefetch(written: bool, checked: bool, device: Device
         executor.end_step(completed=False)
         saved = handle.claim.saved
         assert saved.state is State.ON_HOST
-        executor._ins.prefetch(saved, executor._streams.current())
+        executor.ins.prefetch(saved, executor.streams.current())
         if written:
             counter.add_(1)
         if written and checked:

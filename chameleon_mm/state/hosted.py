@@ -340,7 +340,7 @@ class Home:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._pid = ThisProcess.pid
-        self.device, self.budget, self.context = executor.device, executor.budget, executor.parts.context
+        self.device, self.budget, self.context = executor.device, executor.budget, executor.context
         self.recording = executor.recording
 
     @contextmanager

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,63 +62,6 @@ from chameleon_mm.swap.step_ops import StepOps
 from chameleon_mm.swap.swap_ins import Rescue, SwapIns
 from chameleon_mm.swap.swap_outs import PACK_BELOW_BYTES, SwapOuts
 
-# --- Parts of an executor: swap-outs, swap-ins, recomputation, and their common budget
-
-
-class Parts(NamedTuple):
-    """Parts of one executor."""
-
-    context: SwapContext
-    order: UseOrder
-    registry: StorageRegistry
-    claims: Claims
-    budget: Budget
-    outs: SwapOuts
-    ins: SwapIns
-    recipe_runner: RecipeRunner
-    recomputing: Recomputing
-    rescue: Rescue
-
-
-def assemble(
-    device: Device,
-    pool: PinnedPool,
-    ended: weakref.WeakMethod[Any],
-    recording: Recording,
-    rule: DefaultRule,
-    limits: Limits,
-    pack_below_bytes: int,
-) -> Parts:
-    """Make the parts of an executor for `device`. `ended`: the executor's `has_ended`. No part keeps the executor alive."""
-    streams = ComputeStreams(device)
-    streams.current()
-    metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
-    out, back = (CopyQueue(device, name, out=name == "d2h", warn=metrics.warn) for name in ("d2h", "h2d"))
-    order, registry, claims = UseOrder(), StorageRegistry(), Claims()
-    context = SwapContext(pool, out, back, metrics, streams)
-    # Weak: a cycle of swap-outs and budget would keep the pool alive until the garbage collector runs.
-    weak_outs: weakref.ref[SwapOuts]
-    budget = Budget(
-        device,
-        limits,
-        order,
-        metrics,
-        storages=registry.all,
-        swap_outs=lambda: weak_outs(),  # noqa: PLW0108 - it is bound only later
-    )
-    if (hook := device.allocator_hook()) is not None:
-        # Lend nothing in a recording: lending would change the holders and allocations that the recorder counts.
-        budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
-    outs = SwapOuts(context, registry, budget, rule=rule, pack_below_bytes=pack_below_bytes)
-    weak_outs = weakref.ref(outs)
-    recipe_runner = RecipeRunner(device, context, claims, budget, Comparisons(Checksums(device, pool), metrics.totals))
-    ins = SwapIns(context, registry, budget, order, recipe_runner)
-    recomputing = Recomputing(device, streams, metrics, recipe_runner, partial(call_if_alive, ended))
-    return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, streams))
-
-
-# --- executor
-
 LONGEST_UNNAMED_STEP = 16_384
 """Maximum number of storages saved outside of steps before a new step begins, as a user may keep a graph forever."""
 
@@ -143,21 +85,40 @@ class Executor:
         self.rule, self.names = rule, names
         self._least_bytes = max(1, rule.min_bytes)  # minimum size that moves; stored, because every hook reads it
         self.protected = protected
-        self.recording = recording = Recording()
-        ended = weakref.WeakMethod(self.has_ended)
-        self.parts = parts = assemble(device, pool, ended, recording, rule, limits, pack_below_bytes)
-        self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
-        self.recomputing = parts.recomputing
-        self._comparisons = parts.recipe_runner.comparisons
-        self._streams, self._order = parts.context.streams, parts.order
-        self._registry, self._claims = parts.registry, parts.claims
-        self._outs, self._ins = parts.outs, parts.ins
+        self.device, self.recording = device, (recording := Recording())
+        self.streams = streams = ComputeStreams(device)
+        streams.current()
+        self.metrics = metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
+        out, back = (CopyQueue(device, name, out=name == "d2h", warn=metrics.warn) for name in ("d2h", "h2d"))
+        self.order, self.registry, self.claims = order, registry, claims = UseOrder(), StorageRegistry(), Claims()
+        self.context = context = SwapContext(pool, out, back, metrics, streams)
+        # Weak: a cycle of swap-outs and budget would keep the pool alive until the garbage collector runs.
+        weak_outs: weakref.ref[SwapOuts]
+        self.budget = budget = Budget(
+            device,
+            limits,
+            order,
+            metrics,
+            storages=registry.all,
+            swap_outs=lambda: weak_outs(),  # noqa: PLW0108 - it is bound only later
+        )
+        if (hook := device.allocator_hook()) is not None:
+            # Lend nothing in a recording: lending would change the holders and allocations that the recorder counts.
+            budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
+        self.outs = SwapOuts(context, registry, budget, rule=rule, pack_below_bytes=pack_below_bytes)
+        weak_outs = weakref.ref(self.outs)
+        self._comparisons = Comparisons(Checksums(device, pool), metrics.totals)
+        self.recipe_runner = RecipeRunner(device, context, claims, budget, self._comparisons)
+        self.ins = SwapIns(context, registry, budget, order, self.recipe_runner)
+        self.rescue = Rescue(self.ins, streams)
+        reliance_ended = partial(call_if_alive, weakref.WeakMethod(self.has_ended))  # weak: no part keeps the executor alive
+        self.recomputing = Recomputing(device, streams, metrics, self.recipe_runner, reliance_ended)
         self.director = Director()
         self.hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
         self._pid = self.hook_lock.pid
         let_go_at_exit(device.torch_device)
         self.hook_counts = HookCounts()
-        self.ops = StepOps(parts)
+        self.ops = StepOps(context, budget, self.outs, self.recomputing)
         self.hand_over = HandOver(self, self.ops)
         self._in_step = False
         self._saved_any = self._used_any = False
@@ -202,7 +163,7 @@ class Executor:
         reason = None if moves else self.rule.reason_to_keep(facts)
         saved_bytes = SavedBytes(t) if handle is None and reason is None else None
         claim = None if saved_bytes is None else self._find_or_make_claim(t, saved_bytes, facts)
-        finished, hook = self._outs.finished() if is_hook and self._outs.fresh else (), NO_HOOK
+        finished, hook = self.outs.finished() if is_hook and self.outs.fresh else (), NO_HOOK
         if is_hook:
             at_hook = handle.claim if isinstance(handle, WrapperHandle) else claim
             hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)
@@ -210,21 +171,21 @@ class Executor:
             if claim.saved.state is State.ON_HOST:  # the gathered bytes of a view saved earlier
                 claim, reason = None, "keep"
             else:
-                self._outs.call_off(claim.saved, self._streams.current())
+                self.outs.call_off(claim.saved, self.streams.current())
                 claim.saved.stays = True
         watch = self.recording.watch
         if watch is not None:
             self.recomputing.hold_born(self._claim_to_hold, self.director.note_held)
         prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
         if prefetches:
-            self._ins.prefetch_planned(prefetches, self._streams.current())
+            self.ins.prefetch_planned(prefetches, self.streams.current())
         if watch is not None and is_hook:
             watch.at_hook(hook + 1)
         if claim is not None and saved_bytes is not None:
             handle = SwappedView(claim, saved_bytes)
         elif handle is None:
             handle = self._keep(t, reason or facts.kind)
-        handle.saved_at = (self._registry.epoch, hook)
+        handle.saved_at = (self.registry.epoch, hook)
         if not self.recording.is_over:
             self.recomputing.note_saved(t, handle)
         elif is_hook:
@@ -236,7 +197,7 @@ class Executor:
         if isinstance(handle, SwappedView):
             return self._use_view(handle, is_hook=is_hook)
         if isinstance(handle, KeptTensor) and (on := handle.relied) and on.dependents and self.hook_lock.may_ask_device():
-            self.hook_lock.run(self.parts.rescue.hand_out, on, handle, None)
+            self.hook_lock.run(self.rescue.hand_out, on, handle, None)
         moved = isinstance(handle, WrapperHandle) and handle.claim is not None
         if is_hook and not moved and self.director.plans and self.hook_lock.may_ask_device() and not tracer_is_on():
             self.hook_lock.run(self._use_unmoved, handle.saved_at)
@@ -253,7 +214,7 @@ class Executor:
         # The copies must not be traced: under a tracer, a use of a real tensor returns a real tensor.
         with _disable_current_modes() if tracer_is_on() else nullcontext():
             if saved.relied is not None and saved.relied.dependents:
-                self.hook_lock.run(self.parts.rescue.hand_out, saved.relied, handle, saved)
+                self.hook_lock.run(self.rescue.hand_out, saved.relied, handle, saved)
             t = self.hook_lock.run(self._use_locked, handle, saved, is_hook)
             if self._comparisons.pending:
                 self._comparisons.at_the_end(partial(call_if_alive, weakref.WeakMethod(self.settle)))
@@ -265,26 +226,26 @@ class Executor:
             raise errors.pop()  # `pop`: a local variable would make a cycle with the traceback
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
-        director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
+        director, finished = self.director, self.outs.finished() if self.outs.fresh else ()
         for waiting in self.recomputing.stop_waiting() if self.recomputing.waiting else ():
-            self._outs.swap_out(waiting, alone=True)
+            self.outs.swap_out(waiting, alone=True)
         if is_hook:
             director.on_use(handle.saved_at, saved, finished)
         prefetches = self._advance(finished, check_memory=True, at_hook=is_hook)
-        compute = self._streams.current()
+        compute = self.streams.current()
         if prefetches and saved.form.recipe is not None:
-            self.parts.recipe_runner.restore_sources(saved, compute, self._ins.restore)
-            self._ins.prefetch_planned(prefetches, compute)  # queued before the recomputation, which they overlap
+            self.recipe_runner.restore_sources(saved, compute, self.ins.restore)
+            self.ins.prefetch_planned(prefetches, compute)  # queued before the recomputation, which they overlap
             prefetches = ()
         if saved.proof is not None:
-            self.recomputing.prove(saved, self._ins.restore)
+            self.recomputing.prove(saved, self.ins.restore)
         t = self.restored(handle, compute)
         if is_hook:
             director.note_restored(saved, t.untyped_storage())
         if prefetches:
-            self._ins.prefetch_planned(prefetches, compute)
+            self.ins.prefetch_planned(prefetches, compute)
         if saved.number is None or self.budget.way is None:
-            self._ins.prefetch_after(saved, compute)
+            self.ins.prefetch_after(saved, compute)
         if is_hook:
             self._enter_loop()
         return t
@@ -292,10 +253,10 @@ class Executor:
     def restored(self, handle: SwappedView, compute: Stream) -> Tensor:
         """Bring the tensor of `handle` to the device, ready for `compute`, and count one use."""
         saved = handle.claim.saved
-        storage = self._ins.restore(saved, compute)
-        if saved.epoch == self._registry.epoch:
+        storage = self.ins.restore(saved, compute)
+        if saved.epoch == self.registry.epoch:
             self._used_any = True
-            self._order.used(saved.index)
+            self.order.used(saved.index)
         handle.swap_in_number = saved.uses.count(handle.swap_in_number)
         if saved.state is State.RESTORED and saved.uses.left <= 0 and self.budget.way is None:
             saved.drop_used()  # slightly before autograd does; a plan needs autograd's own moment, as traced
@@ -305,10 +266,10 @@ class Executor:
 
     def _use_unmoved(self, saved_at: tuple[int, int]) -> None:
         """Do the work of a use hook whose tensor never moved, except for the tensor itself."""
-        finished = self._outs.finished() if self._outs.fresh else ()
+        finished = self.outs.finished() if self.outs.fresh else ()
         self.director.on_use(saved_at, None, finished)
         if prefetches := self._advance(finished, check_memory=False):
-            self._ins.prefetch_planned(prefetches, self._streams.current())
+            self.ins.prefetch_planned(prefetches, self.streams.current())
         self._enter_loop()
 
     def _keep(self, t: Tensor, reason: str) -> KeptTensor:
@@ -340,14 +301,14 @@ class Executor:
 
     def _begin_step(self, timed: bool) -> tuple[Recorder | None, AnyWatch | None]:
         self.hand_over.forget()
-        self._registry.begin_epoch()
+        self.registry.begin_epoch()
         if self.director.plans:
             self.budget.begin_step()
         compute = self.device.current_stream()
         self.metrics.begin_step(compute, timed=timed)
         if self._comparisons.begin_step():
             self.director.replan()
-        recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
+        recorder = self.director.begin_step(self.registry.epoch, self.budget, compute)
         watches = recorder is None and self.director.may_recompute
         before_write = partial(call_if_alive, weakref.WeakMethod(self.before_write)) if watches else None
         return recorder, self.recomputing.begin(self.director, before_write)
@@ -372,13 +333,13 @@ class Executor:
             self.hand_over.follow(director.way, director)
 
     def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
-        if self._saved_any or self._used_any or self._outs.have_work:
-            self._advance(self._outs.finished(), check_memory=False)
+        if self._saved_any or self._used_any or self.outs.have_work:
+            self._advance(self.outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
-            self._outs.let_go_of_held()
-            self._outs.forget_small()
+            self.outs.let_go_of_held()
+            self.outs.forget_small()
         self.recomputing.end()
-        self.parts.context.pool.take_back()
+        self.context.pool.take_back()
         self._in_step = False
         growth_bytes, compute = self._learn(completed=completed), self.device.current_stream()
         kind = self.director.end_step(recorder, growth_bytes, completed=completed)
@@ -405,13 +366,13 @@ class Executor:
                 try:
                     if isinstance(one, Reliance):
                         before = self.budget.taken_bytes
-                        self.parts.rescue.let_go(one)
+                        self.rescue.let_go(one)
                         self.hand_over.note_taken(self.budget.taken_bytes - before)
                     else:
                         self._retire_storage(one)
                 except BaseException as error:  # noqa: BLE001 - raised after the others are retired
                     errors.append(error)
-            if any_ended and not self._registry.of_epoch:
+            if any_ended and not self.registry.of_epoch:
                 self.budget.reclaim_pending()
                 if not self._in_step and (self._saved_any or self._used_any):
                     self._end_unnamed_step()
@@ -421,12 +382,12 @@ class Executor:
         # A storage that never left and outlives its saves is a buffer or an input: moving it frees nothing.
         storage = saved.slot.first if saved.part is None and not saved.slot.came_back else None
         try:
-            self._registry.remove(saved)
-            self._claims.forget(saved)
+            self.registry.remove(saved)
+            self.claims.forget(saved)
             group = saved.form.group
             saved.retire()
             self.recording.retired(saved.slot.traced)
-            self._registry.release_group(group)
+            self.registry.release_group(group)
         finally:
             still_held = None if storage is None or saved.state is not State.RETIRED else storage()
             if still_held is not None:
@@ -435,13 +396,13 @@ class Executor:
     def _end_unnamed_step(self) -> None:
         """End a step outside of `begin_step` and `end_step`. Such a step is over once none of its storages is claimed."""
         self.hook_counts.end_unnamed_step()
-        self._registry.begin_epoch()
+        self.registry.begin_epoch()
         self._learn(completed=self._used_any)
 
     def _learn(self, *, completed: bool) -> int:
         """Learn from the step if it `completed`. Returns the bytes allocated by the model since the last check of memory."""
         self._saved_any = self._used_any = False
-        self._order.end_step(completed=completed)
+        self.order.end_step(completed=completed)
         return self.budget.end_step(completed=completed)
 
     # --- work at every hook
@@ -462,11 +423,11 @@ class Executor:
 
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """Find or make the claim on the storage of `t`, or on the part of it that `t` covers. Note [Identity]."""
-        compute = self._streams.current()
-        if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # the usual case
+        compute = self.streams.current()
+        if facts.covered_bytes is None and id(t.untyped_storage()) not in self.claims.by_storage:  # the usual case
             return self.new_claim(t, saved_bytes, compute)
         # A recorded step has one claim per storage: bytes saved later get no claim of their own.
-        found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
+        found = self.claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
         claim = found.claim
         if claim is None:
             return self.new_claim(t, saved_bytes, compute, found.part)
@@ -484,14 +445,14 @@ class Executor:
         assert found.claim is not None
         saved = found.claim.saved
         if found.begins_again:
-            self._outs.begin_again(saved, saved_bytes, compute)
+            self.outs.begin_again(saved, saved_bytes, compute)
         if (found.extends_copy or found.begins_again) and saved.state is State.ON_DEVICE:
-            self._outs.add(saved)
+            self.outs.add(saved)
 
     def _claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
         """Return a claim on the whole storage of `t`, which recipes read. Also return True if the claim is new."""
-        saved_bytes, compute = SavedBytes(t), self._streams.current()
-        found = self._claims.find_whole(t, saved_bytes, compute)
+        saved_bytes, compute = SavedBytes(t), self.streams.current()
+        found = self.claims.find_whole(t, saved_bytes, compute)
         if found.claim is None:
             claim = self.new_claim(t, saved_bytes, compute)
             claim.saved.is_held_for_recipes = True
@@ -503,27 +464,27 @@ class Executor:
 
     def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
         """Make a claim on the storage of `t`, or on `part` of it. The operator that runs on this thread saves it."""
-        if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
+        if self.registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
-        epoch, index = self._registry.epoch, self._registry.next_index
-        self._registry.next_index += 1
-        saved = SavedStorage(t, saved_bytes, compute, self.parts.context, epoch=epoch, index=index)
+        epoch, index = self.registry.epoch, self.registry.next_index
+        self.registry.next_index += 1
+        saved = SavedStorage(t, saved_bytes, compute, self.context, epoch=epoch, index=index)
         saved.part = part
         self._saved_any = True
-        self._outs.add(saved)
+        self.outs.add(saved)
         return self.claim_on(saved)
 
     def claim_on(self, saved: SavedStorage) -> Claim:
         """Return a new claim on a storage that this step saves."""
         claim = Claim(saved, self.has_ended)
-        self._registry.add(saved)
-        self._claims.add(claim)
+        self.registry.add(saved)
+        self.claims.add(claim)
         return claim
 
     def before_write(self, value: Value) -> None:
         """Recompute dropped storages made from `value`, before an operator overwrites it. Must not be called inside a hook."""
         with self.recording.paused():
-            self.hook_lock.run(self.parts.rescue.run, value.relied_on())
+            self.hook_lock.run(self.rescue.run, value.relied_on())
 
     def note_any(self, *, saved: bool, used: bool) -> None:
         """Note that this step `saved` or `used` a storage that may move."""
@@ -550,11 +511,11 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
 
 def _save_hook(executor: Executor) -> _Save:
     """The hook of a session without plans."""
-    parts, hook_lock, counts = executor.parts, executor.hook_lock, executor.hook_counts
+    context, hook_lock, counts = executor.context, executor.hook_lock, executor.hook_counts
     recording, totals, executor_save = executor.recording, executor.metrics.totals, executor.save
     pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.rule.min_bytes
-    outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
-    held, queued_out, queued_in = parts.context.held, parts.context.out_queue.queued, parts.context.back_queue.queued
+    outs, ended, errors, leaving = executor.outs, hook_lock.ended, hook_lock.errors, executor.budget.reclaim.entries
+    held, queued_out, queued_in = context.held, context.out_queue.queued, context.back_queue.queued
     device = executor.device
 
     def save(t: Tensor) -> Handle:

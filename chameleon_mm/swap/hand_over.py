@@ -84,10 +84,10 @@ class HandOver:
     """Hands hooks of planned steps to an executor's loop, and takes them back. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, executor: Executor, ops: StepOps) -> None:
-        parts = executor.parts
         self._executor, self._ops = weakref.ref(executor), ops
-        self._context, self._budget, self._outs = parts.context, parts.budget, parts.outs
-        self._ins, self._registry, self._order, self._claims = parts.ins, parts.registry, parts.order, parts.claims
+        self._context, self._budget, self._outs = executor.context, executor.budget, executor.outs
+        self._ins, self._registry = executor.ins, executor.registry
+        self._order, self._claims = executor.order, executor.claims
         self._protected, self._device = executor.protected, executor.device
         self._is_called = False
         """True if autograd calls the loop's hooks."""

@@ -361,7 +361,7 @@ class Recomputing:
         return Original(
             checksum=self._recipe_runner.comparisons.begin(flat_bytes(saved.device)),
             nbytes=saved.nbytes,
-            dtype="several dtypes" if saved.dtype is None else str(saved.dtype),
+            dtype=str(saved.slot.saves[0].alias.dtype),
             module=partial(plan.module_of, number),
             operators=operators,
             note_proven=partial(plan.proven.add, number),

@@ -70,7 +70,7 @@ class SavedStorage:
     """Storage that autograd saved, with the state machine that copies it out and back."""
 
     __slots__ = (
-        "__weakref__", "_context", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
+        "__weakref__", "_context", "copies", "copy", "epoch", "form", "gathered", "index",
         "is_held_for_recipes", "nbytes", "number", "op_is_over", "part", "proof", "relied", "saved_by", "slot", "state",
         "stays", "uses",
     )  # fmt: skip
@@ -95,8 +95,6 @@ class SavedStorage:
         self.index = index
         self.nbytes = storage.nbytes()
         """Number of bytes held and moved: the whole storage, or its part once that is gathered."""
-        self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
-        """dtype of the storage's elements if its first saved tensor covers all of it; else None."""
         self._context = context
         self.copies = 1
         """Number of copies out of the whole storage so far. The first counts before it begins."""
@@ -121,13 +119,11 @@ class SavedStorage:
     ) -> SavedStorage:  # fmt: skip
         """Make the record of a storage of `nbytes` that the loop of planned steps has saved and may have moved. `saves`: at
         least one, in order. `left`: number of saves with a use to come."""
-        alias = saves[0].alias
-        record = cls(alias, saves[0], alloc_stream, context, epoch=epoch, index=index)
+        record = cls(saves[0].alias, saves[0], alloc_stream, context, epoch=epoch, index=index)
         for saved in saves[1:]:
             record.slot.add_alias(saved)
             record.slot.include(saved)
         record.nbytes = record.slot.saved_nbytes = nbytes  # the storage itself has none while it is away
-        record.dtype = alias.dtype if alias.numel() * alias.element_size() == nbytes else None
         record.state, record.copy = state, copy
         record.uses.handles, record.uses.left = len(saves), left
         record.slot.came_back = copy is not None and copy.back is not None

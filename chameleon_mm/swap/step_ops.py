@@ -9,26 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 
 from chameleon_mm.plan.step_program import DROP, OUT, RELEASE, Op
-from chameleon_mm.swap.host_copy import State
+from chameleon_mm.swap.budget import Budget
+from chameleon_mm.swap.host_copy import State, SwapContext
+from chameleon_mm.swap.recomputing import Recomputing
 from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.swap_outs import SwapOuts
 from chameleon_mm.swap.way import Way
-
-if TYPE_CHECKING:
-    from chameleon_mm.swap.executor import Parts
 
 
 class StepOps:
     """Executes ops on saved storages. Not thread-safe: the executor holds its lock."""
 
-    def __init__(self, parts: Parts) -> None:
-        context = parts.context
-        self._context, self._budget, self._outs, self._recomputing = context, parts.budget, parts.outs, parts.recomputing
-        self._pending = context.held, parts.budget.reclaim.entries, context.out_queue.queued, context.back_queue.queued
+    def __init__(self, context: SwapContext, budget: Budget, outs: SwapOuts, recomputing: Recomputing) -> None:
+        self._context, self._budget, self._outs, self._recomputing = context, budget, outs, recomputing
+        self._pending = context.held, budget.reclaim.entries, context.out_queue.queued, context.back_queue.queued
         """What may have to be handed over, or let go of, at any hook."""
 
     def advance(self, way: Way | None, ops: Sequence[Op], finished: Sequence[SavedStorage]) -> None:

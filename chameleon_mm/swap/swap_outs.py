@@ -217,21 +217,14 @@ class SwapOuts:
         try:
             saved.swap_out(form, at_once=at_once)
         except (HostMemoryExhausted, TransferFailed) as refusal:
-            if form is not WHOLE or not self._went_to_pageable(saved, refusal):
-                _log.info("chameleon_mm: kept on the device: %s", str(refusal))
-                self._context.metrics.totals.fallbacks += 1
-                return False
-        return True
-
-    def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
-        """Queue the copy out to pageable memory, if no memory could be pinned and the storage must not stay. Returns True if it
-        is queued."""
-        if not isinstance(refusal, HostMemoryExhausted) or not self._budget.must_use_pageable:
+            if form is WHOLE and isinstance(refusal, HostMemoryExhausted) and self._budget.must_use_pageable:
+                with suppress(HostMemoryExhausted, TransferFailed):
+                    saved.swap_out(pageable=True)
+                    return True
+            _log.info("chameleon_mm: kept on the device: %s", str(refusal))
+            self._context.metrics.totals.fallbacks += 1
             return False
-        with suppress(HostMemoryExhausted, TransferFailed):
-            saved.swap_out(pageable=True)
-            return True
-        return False
+        return True
 
     def _pack(self, members: Sequence[SavedStorage]) -> None:
         with suppress(torch.OutOfMemoryError):  # then they stay

@@ -103,6 +103,18 @@ LATE_ALONE: dict[str, str] = {
             "real_out_of_memory",
         )
     },
+    "tests/test_ranks_on_cuda.py": "run in mode late alone: ranks add gloo's copies, for which the host waits in each mode",
+    "tests/test_process_life.py": "run in mode late alone: how a process ends has nothing to do with the mode",
+    **{
+        f"tests/test_{name}": "run in mode late alone, where copies are late; tests of the same copies run in both"
+        for name in (
+            "uncovered_bytes.py::test_every_step_of_a_session_has_eagers_bits",
+            "parameter_swap.py::test_a_program_has_plain_pytorchs_bits",
+            "optimizer_state.py::test_training_has_plain_pytorchs_bits",
+            "pins.py",
+            "budget_change.py",
+        )
+    },
     **{
         f"tests/test_{name}.py": "run in mode late alone: other programs on the path that random ones go in both modes"
         for name in ("relied_on", "tensor_kinds")

@@ -23,7 +23,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from tests._rank_programs import ON_FOUR, ON_TWO, Training, meet
 
-STEPS = 6
+STEPS = 4
 
 ROOM = 0.3
 """Share of the memory saved by the default rule that a tight budget leaves."""

@@ -37,7 +37,7 @@ def fsdp_lora() -> Training:
 
 
 def zero_trained(stage: int, precision: str, hbm_budget: str | None) -> tuple[Seen, cm.SwapReport | None]:
-    """Six steps of two micro-batches in DeepSpeed's engine, which has its own optimizer around torch's."""
+    """Four steps of two micro-batches in DeepSpeed's engine, which has its own optimizer around torch's."""
     torch.manual_seed(0)
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -56,7 +56,7 @@ def zero_trained(stage: int, precision: str, hbm_budget: str | None) -> tuple[Se
         device = cm.SimDevice("h200", hbm_bytes="4GiB")
         swap = cm.attach(engine, hbm_budget=hbm_budget, host_budget="64MiB", device=device, min_bytes=1024)
     seen: Seen = {}
-    for number in range(12):
+    for number in range(8):
         x = batch()
         loss = loss_of(engine(x.bfloat16() if precision == "bf16" else x))
         engine.backward(loss)

@@ -237,14 +237,3 @@ def device_count(cuda: Runtime) -> int:
     count = c_int()
     cuda.call("cudaGetDeviceCount", byref(count))
     return count.value
-
-
-def history_of_single_bytes(cuda: Runtime) -> int:
-    """Ranges that the history holds after ten thousand accesses to a byte each, and a synchronisation after each hundred."""
-    memory, stream = cuda.malloc(10_000), cuda.stream()
-    for i in range(10_000):
-        cuda.access(stream, memory + i, 1, writes=bool(i % 2))
-        if i % 100 == 0:
-            cuda.synchronize(stream)
-    assert cuda.violations() == []
-    return cuda.count("history")

@@ -37,6 +37,9 @@ from tests.observed import observe_all
 # cuBLAS takes 65 MiB from torch's allocator on a Hopper GPU, more than most budgets of tests. With this it takes 128 KiB.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")
+# Programs that tests start run on one thread, as the tests do: a thread for each core waits in a loop for a core that another
+# test has, and a program of ten seconds takes a minute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 observe_all()  # before a test module is imported, which may make a device
 

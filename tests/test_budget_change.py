@@ -145,15 +145,6 @@ def test_a_budget_that_no_plan_reaches_is_refused_and_the_old_one_holds(recomput
     training.assert_exact()
 
 
-@pytest.mark.parametrize(("size", "error"), [("many", ValueError), (-1, ValueError), (1.5, ValueError), (None, TypeError)])
-@pytest.mark.parametrize("which", ["hbm_budget", "host_budget"])
-def test_what_is_no_size_is_refused(which: str, size: Any, error: type[Exception]) -> None:
-    session = cm.SwapSession("64MiB", "64MiB", cm.SimDevice())
-    with session, pytest.raises(error, match=which):
-        setattr(session, which, size)
-    assert getattr(session, which) == 64 * MIB
-
-
 def test_the_limit_of_a_given_pool_is_its_own() -> None:
     pool = PinnedPool("64MiB", cm.SimDevice())
     session = cm.SwapSession("1GiB", pool=pool)

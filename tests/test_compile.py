@@ -12,14 +12,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # else the first test would include its import
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
@@ -46,7 +44,6 @@ inductor = pytest.param(
         pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"),
     ],
 )
-BACKENDS = ["eager", "aot_eager", inductor]
 
 
 @pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -79,65 +76,6 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.middle(self.first(x))))  # type: ignore[no-any-return]  # a module's call is Any
-
-
-def whole(backend: str) -> Callable[..., Tensor]:
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32), nn.Tanh())
-    return torch.compile(model, backend=backend)
-
-
-def recomputed(backend: str) -> Callable[..., Tensor]:
-    inner = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
-
-    class Recomputed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = checkpoint(self.inner, x * 2, use_reentrant=False)
-            return y.sin()
-
-    return torch.compile(Recomputed(), backend=backend)
-
-
-MODELS = {"around": whole, "inside": Mixed, "with a checkpoint in it": recomputed}
-
-
-def train(model: str, backend: str, device: Device, *, swapped: bool) -> list[Tensor]:
-    """Every loss and every gradient of a few steps."""
-    torch._dynamo.reset()
-    torch.manual_seed(2)
-    net: Any = MODELS[model](backend)
-    net.to(device.torch_device)
-    session = None
-    if swapped:
-        session = cm.SwapSession(device.allocated_bytes() + 16 * MIB, "16MiB", device, min_bytes=0)
-    seen: list[Tensor] = []
-    before = compiled_frames()
-    with session or nullcontext():
-        for rows in (16, 16, 16, 8, 24, 16):
-            x = torch.randn(rows, 32, device=device.torch_device)
-            with session.step() if session else nullcontext():
-                loss = net(x).square().mean()
-                loss.backward()
-                seen.append(loss.detach())
-                seen.extend(p.grad.clone() for p in net.parameters())
-                net.zero_grad()
-                del loss
-    assert compiled_frames() > before
-    if session is not None:
-        assert session.report().bytes_swapped_in > 0
-        assert session.pool.stats().num_live == 0
-    return seen
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("model", MODELS)
-def test_compiled_training_is_bit_identical_in_a_session(model: str, backend: str, unwatched: Device) -> None:
-    """With shapes that change, and are compiled again in the middle of a session."""
-    assert_same(train(model, backend, unwatched, swapped=False), train(model, backend, unwatched, swapped=True))
 
 
 def test_compiled_steps_are_planned_once_nothing_is_compiled_any_more(unwatched: Device) -> None:
@@ -186,22 +124,6 @@ def test_flex_attention_in_a_recorded_step(unwatched: Device) -> None:
     assert session.report().detailed_steps == 1
     assert session.report().plan_cache_hits > 0
     assert session.pool.stats().num_live == 0
-
-
-def test_under_the_simulators_own_compute_compiled_code_stays_compiled(sim: cm.SimDevice) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    x = torch.randn(4, 8)
-    expected = torch.autograd.grad(run(x).sum(), list(model.parameters()))
-    torch._dynamo.reset()
-    with cm.SwapSession(sim.allocated_bytes() + MIB, "1MiB", sim, min_bytes=0) as session, session.step():
-        out = run(x)
-        assert out.grad_fn is not None
-        assert out.grad_fn.name() == "CompiledFunctionBackward"
-        got = torch.autograd.grad(out.sum(), list(model.parameters()))
-        del out
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert session.report().bytes_swapped_out > 0
 
 
 # --- hooks entered within what is compiled

@@ -42,9 +42,10 @@ pytestmark = pytest.mark.usefixtures("short_search")
 
 STEPS = 5
 BY_INDUCTOR = (
-    "per block", "whole", "function", "dynamic per block", "graph break in blocks", "experts", "convolution", "LoRA",
-    "buffers in place", "dropout", "attention", "checkpoint around",
+    "whole", "per block", "graph break in blocks", "experts", "buffers in place", "checkpoint around", "function",
+    "dynamic per block", "convolution", "LoRA", "dropout", "attention",
 )  # fmt: skip
+"""Half of them in CI, the others in `thorough`."""
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,8 @@ def session_on(device: Device, **options: Any) -> cm.SwapSession:
 
 
 PAIRS = [pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in PROGRAMS] + [
-    pytest.param(name, "inductor", id=f"{name}-inductor", marks=inductor.marks) for name in BY_INDUCTOR
+    pytest.param(name, "inductor", id=f"{name}-inductor", marks=[*inductor.marks, *[pytest.mark.thorough] * (number > 5)])
+    for number, name in enumerate(BY_INDUCTOR)
 ]
 
 
@@ -493,7 +495,7 @@ def test_a_budget_that_no_partition_fits_is_told_before_the_first_step_with_one_
         *(pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in BY_INDUCTOR),
         *(
             pytest.param(
-                name, "inductor", id=f"{name}-inductor", marks=[*inductor.marks, *[pytest.mark.thorough] * (number > 1)]
+                name, "inductor", id=f"{name}-inductor", marks=[*inductor.marks, *[pytest.mark.thorough] * (number > 0)]
             )
             for number, name in enumerate(BY_INDUCTOR)
         ),

@@ -1,4 +1,4 @@
-"""Rules about the sources that no linter knows, each shown to notice its own breach.
+"""Rules about the sources that no linter knows.
 
     CUDA is asked in device/ alone   |   `kernels` and `bench` are ours only below `chameleon_mm`   |   every ignore says why
     files, functions and constructors of the package stay small   |   no two files have one name, enums' values are names
@@ -149,46 +149,3 @@ def test_the_value_of_an_enums_member_is_its_name() -> None:
     members = [member for each in enums if each.__module__.startswith("chameleon_mm") for member in each]
     assert members
     assert [member for member in members if member.value != member.name.lower()] == []
-
-
-def test_a_breach_names_its_file_and_line() -> None:
-    sources = {"a.py": "x = t.is_cuda\n", "b.py": "\nx = t.is_cuda\n", "c.py": "x = 1\n"}
-    assert _breaches(_cuda_questions, sources) == ["a.py: 1", "b.py: 2"]
-    assert _breaches(_cuda_questions, sources, but=re.compile(r"a\.py")) == ["b.py: 2"]
-
-
-BREACHES: dict[Callable[[str], Sequence[object]], tuple[str, ...]] = {
-    _torch_cuda_uses: (
-        "import torch.cuda", "import torch.cuda.memory as m", "from torch import cuda", "from torch.cuda import Event",
-        "from torch.cuda.memory import memory_stats", "x = torch.cuda.is_available()", "torch._C._cuda_memoryStats(0)",
-    ),
-    _cuda_questions: ("x = t.is_cuda", 'x = t.device.type == "cuda"', 'x = "cuda" != kind', 'x = "cuda" in name'),
-    _top_level_imports: ("import kernels", "import bench.copy as c", "from kernels import copy", "from bench.x import y"),
-    _ignores_without_reason: tuple(
-        f"x = 1  # {comment}"
-        for comment in ("noqa", "noqa: BLE001", "type: ignore", "type: ignore[attr-defined]", "noqa: E501 # long")
-    ),
-}  # fmt: skip
-NO_BREACHES: dict[Callable[[str], Sequence[object]], tuple[str, ...]] = {
-    _top_level_imports: (
-        "from . import kernels", "from .kernels import copy", "import chameleon_mm.bench", "from chameleon_mm import kernels",
-    ),
-    _ignores_without_reason: tuple(
-        f"x = 1  # {comment}"
-        for comment in (
-            "noqa: BLE001 - a probe never takes the others down", "noqa: BLE001, PLW0603  # because it must",
-            "type: ignore[attr-defined]  # private, checked on 2.11", "type: ignore[misc]  # noqa: N806  # Triton's own custom",
-        )
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("rule", BREACHES, ids=lambda rule: rule.__name__)
-def test_a_breach_of_each_rule_is_noticed(rule: Callable[[str], Sequence[object]]) -> None:
-    assert [line for line in BREACHES[rule] if rule(f"\n{line}\n") != [2]] == []
-    assert [line for line in NO_BREACHES.get(rule, ()) if rule(f"\n{line}\n") != []] == []
-
-
-def test_what_is_too_long_is_noticed() -> None:
-    assert _too_long("def f():\n" + "    pass\n" * MOST_LINES_OF_A_FUNCTION) == ["f: 61 lines"]
-    assert _too_long(f"class C:\n    def __init__(self, a, *, {', '.join('bcdefghi')}): ...\n") == ["C: 9 parameters"]

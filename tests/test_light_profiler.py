@@ -207,32 +207,6 @@ def test_an_operator_more_changes_the_next_save_of_each_storage_that_is_saved_ag
     assert saves(edited)[9:] == saves(plain)[8:]
 
 
-SAME_TO_HOOKS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-    "add or sub": (lambda: (leaf().tanh() + 1).exp().sum().backward(), lambda: (leaf().tanh() - 1).exp().sum().backward()),
-    "a view or a copy": (
-        lambda: leaf().tanh().view(4, 6).exp().sum().backward(),
-        lambda: leaf().tanh().clone().exp().sum().backward(),
-    ),
-    "behind the last save": (lambda: leaf().exp().sum().backward(), lambda: (leaf().exp() + 1 + 1).sum().backward()),
-    "without gradients": (
-        lambda: leaf().tanh().exp().sum().backward(),
-        lambda: (torch.ones(9).exp(), leaf().tanh().exp().sum().backward()),
-    ),
-    "tied parameters or two": (lambda: through(1), lambda: through(2)),
-}
-
-
-def through(num_weights: int) -> None:
-    weights = [nn.Parameter(torch.ones(6, 6)) for _ in range(num_weights)]
-    ((leaf() @ weights[0]).tanh() @ weights[-1]).sum().backward()
-
-
-@pytest.mark.parametrize("pair", SAME_TO_HOOKS.values(), ids=SAME_TO_HOOKS)
-def test_what_hooks_do_not_see(pair: tuple[Callable[[], object], Callable[[], object]]) -> None:
-    one, other = map(seen, pair)
-    assert facts(one) == facts(other)
-
-
 # --- following a known step
 
 
@@ -419,20 +393,6 @@ def test_jagged_sizes_do_not_show_but_the_rest_does() -> None:
 
 
 # --- phases
-
-
-def test_a_save_after_a_backward_begins_the_next_micro_batch() -> None:
-    def run() -> None:
-        x = leaf()
-        for _ in range(3):
-            x.tanh().exp().sum().backward()
-
-    record = seen(run)
-    assert record.boundaries == (
-        Boundary(0, FORWARD), Boundary(2, BACKWARD), Boundary(4, FORWARD), Boundary(6, BACKWARD), Boundary(8, FORWARD),
-        Boundary(10, BACKWARD),
-    )  # fmt: skip
-    assert micro_batches(record) == 3
 
 
 def penalised() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, TraceBuilder
 from chameleon_mm.plan.unswapped_memory import Candidates, least_memory, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.units import KIB, round_up
 from tests._trace_records import hooks_of, ops_of, tensors_of
-from tests._traces import chain, random_step
+from tests._traces import random_step
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 
@@ -97,10 +96,3 @@ def test_candidates_are_the_saved_storages_with_an_idle_window(random: Random) -
     c = Candidates.of(trace)
     columns = (c.tensor, c.nbytes, c.size, c.sendable, c.first, c.use)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
-
-
-def test_every_micro_batch_has_its_own_candidates() -> None:
-    one, three = chain(layers=2), chain(layers=2, micro_batches=3)
-    assert len(Candidates.of(three)) == 3 * len(Candidates.of(one))
-    assert peak_memory(three).nbytes == peak_memory(one).nbytes
-    assert np.array_equal(memory_curve(one)[:60], memory_curve(three)[:60])

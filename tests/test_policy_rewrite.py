@@ -144,21 +144,6 @@ def test_results_of_one_operator_are_made_together() -> None:
     )
 
 
-def test_a_chain_in_place_is_run_from_its_beginning() -> None:
-    s = Step()
-    x = s.save(s.op("mm", s.w))
-    y = s.op("empty", kib=8)
-    s.op("copy_", y, x, writes=(y,))
-    s.op("view", y, writes=(y,), us=0.0)
-    s.op("relu_", y, writes=(y,))
-    s.save(y)
-    hook = s.use(y)
-    s.use(x)
-    rewritten = recomputed(s.finish(), [y])
-    assert ran(rewritten) == [(hook, (1, 2, 4), (y,), (x,))]
-    assert len([t for t in tensors_of(rewritten.trace) if t.nbytes == 8 * KIB]) == 2
-
-
 @pytest.mark.parametrize("when", ["before", "after the use"])
 def test_what_is_written_before_the_recomputation_is_no_input(when: str) -> None:
     s = Step()

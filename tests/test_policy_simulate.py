@@ -73,29 +73,6 @@ def test_a_copy_out_that_is_hidden_and_one_back_that_is_late() -> None:
     assert (timeline.peak_bytes, timeline.host_bytes) == (SIZE, SIZE)
 
 
-def test_reclaimed_at_the_hook_of_its_own_copy_out_and_back_at_its_use() -> None:
-    trace = small()
-    timeline = simulate(trace, plan_of(trace, [act(1, 1, 4)]), LINK)
-    # Compute waits from 150 to 260 for the whole copy out; at hook 4, then at 480 + 110 = 590, for the whole copy back.
-    assert timeline.out_spans == (EngineSpan(X, 150.0, 260.0, SIZE),)
-    assert timeline.in_spans == (EngineSpan(X, 590.0, 650.0, SIZE),)
-    assert (timeline.out_stalls_us, timeline.in_stalls_us, timeline.step_us) == ({X: 110.0}, {X: 60.0}, 690.0)
-    assert timeline.allocated_bytes.tolist() == [SIZE] * 3 + [0] * 6 + [SIZE] * 2
-
-
-def test_a_storage_that_moves_in_part() -> None:
-    trace, half = small(), SIZE // 2
-    timeline = simulate(trace, plan_of(trace, [act(1, 2, 3, nbytes=half)]), LINK)
-    # Out: 150 + 10 + 51200 / 1024 = 210. At hook 2, at 350, the other half is copied in 51200 / 10240 = 5 us. Hook 3 is at 455:
-    # back from there on, 10 + 25 us: 490; the half is copied back meanwhile, until 460. Hook 4 at 490: nobody waits.
-    assert timeline.out_spans == (EngineSpan(X, 150.0, 210.0, half),)
-    assert timeline.in_spans == (EngineSpan(X, 455.0, 490.0, half),)
-    assert (timeline.stall_us, timeline.head_copy_us, timeline.step_us) == (0.0, 10.0, 530.0)
-    # At hooks 2 and 3 (ticks 5 and 7) both the whole and its other half are there; in tick 6 that half alone.
-    assert timeline.allocated_bytes.tolist() == [SIZE] * 5 + [SIZE + half, half, SIZE + half] + [SIZE] * 3
-    assert (timeline.peak_bytes, timeline.host_bytes) == (SIZE + half, round_up(half, 4096))
-
-
 def several(*sizes: int) -> Trace:
     """Storages that are saved in order and used in reverse order, 100 us between any two hooks: hook k is at 100 * (k + 1).
 
@@ -153,12 +130,6 @@ def use_and_other_copy_back(heads: tuple[int, int]) -> tuple[Trace, SwapPlan]:
     later = act(1, 2, 3, tensor=0, nbytes=SIZE - heads[0], use_at=4)
     used = act(2, 2, 3, tensor=1, nbytes=3 * SIZE - heads[1], use_at=3)
     return trace, plan_of(trace, [later, used])
-
-
-def test_a_uses_own_copy_back_is_queued_before_the_others_of_its_hook() -> None:
-    timeline = simulate(*use_and_other_copy_back((0, 0)), LINK)
-    assert [span.tensor for span in timeline.in_spans] == [1, 0]
-    assert timeline.in_stalls_us[1] == 10.0 + 3 * SIZE / 2048  # its own copy, and nothing ahead of it
 
 
 def test_a_uses_own_memory_is_taken_before_that_of_the_others_of_its_hook() -> None:

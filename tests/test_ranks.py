@@ -79,7 +79,7 @@ def wrong(programs: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_each_rank_has_the_bits_that_it_has_without_a_session(ranks: int, tmp_path: Path) -> None:
-    """DDP, `no_sync`, FSDP2, tensor parallel layers, pipelines and mixtures: losses, gradients and weights of six steps."""
+    """DDP, `no_sync`, FSDP2, tensor parallel layers, pipelines and mixtures: losses, gradients and weights of four steps."""
     for rank, outcome in enumerate(outcomes(ranks, "tests._rank_runs", tmp_path)):
         programs = outcome["programs"]
         assert wrong(programs) == [], f"rank {rank}"

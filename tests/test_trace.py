@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from itertools import pairwise
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,6 @@ from chameleon_mm.plan.trace import (
 )
 from chameleon_mm.plan.unswapped_memory import memory_curve
 from tests._trace_records import HookRecord, OpRecord, TensorRecord, hooks_of, ops_of, tensors_of
-from tests._traces import chain, random_step
 
 
 def small() -> Trace:
@@ -81,11 +78,6 @@ def test_columns_are_read_only() -> None:
                 values[...] = 0
 
 
-def test_a_step_in_which_nothing_happens() -> None:
-    trace = TraceBuilder(device="cpu", simulated=False, start_bytes=9).finish()
-    assert (trace.num_ticks, trace.duration_us, ops_of(trace), list(hooks_of(trace))) == (0, 0.0, [], [])
-
-
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
@@ -96,19 +88,6 @@ def test_a_step_in_which_nothing_happens() -> None:
 def test_times_that_no_operator_takes_are_refused(column: str, values: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(small(), **{column: values})
-
-
-def test_made_up_steps_are_of_the_kinds_that_tests_need() -> None:
-    trace = chain(layers=3, micro_batches=2)
-    phases = [op.phase for op in ops_of(trace)]
-    changes = [phases[0]] + [b for a, b in pairwise(phases) if a != b]
-    forward, backward = StepPhase.FORWARD, StepPhase.BACKWARD
-    assert changes == [forward, backward, forward, backward, StepPhase.OPTIMIZER]
-    assert sum(hook.use for hook in hooks_of(trace)) * 2 == len(hooks_of(trace)) == 60
-    steps = [random_step(Random(seed)) for seed in range(50)]
-    assert any(tensor.released == NEVER for step in steps for tensor in tensors_of(step))
-    assert any(hook.tensor < 0 for step in steps for hook in hooks_of(step))
-    assert any(tensor.nbytes % 512 for step in steps for tensor in tensors_of(step))
 
 
 # --- a first step as those after it will be: what it made and kept is there when the next one begins

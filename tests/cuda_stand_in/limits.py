@@ -13,11 +13,6 @@ TESTS: dict[str, str] = {
         "needs 32 GiB of device memory, which are the host's here"
     ),
     "tests/test_pinned_cupy.py::test_cupy_itself_never_writes_memory_that_a_copy_still_reads": f"CuPy's operators: {_NVRTC}",
-    "tests/test_pinned_cupy.py::test_cupys_error_for_exhaustion_is_ours_to_raise": f"CuPy's operators: {_NVRTC}",
-    **{
-        f"tests/test_compile.py::test_compiled_training_is_bit_identical_in_a_session[cuda-{way}-inductor]": _INDUCTOR
-        for way in ("around", "inside", "with a checkpoint in it")
-    },
     **{
         f"tests/test_compiled_regions.py::{test}inductor]": _INDUCTOR
         for test in (
@@ -101,6 +96,18 @@ LATE_ALONE: dict[str, str] = {
             "native_memory",
             "random_lengths",
             "real_out_of_memory",
+        )
+    },
+    "tests/test_ranks_on_cuda.py": "run in mode late alone: ranks add gloo's copies, for which the host waits in each mode",
+    "tests/test_process_life.py": "run in mode late alone: how a process ends has nothing to do with the mode",
+    **{
+        f"tests/test_{name}": "run in mode late alone, where copies are late; tests of the same copies run in both"
+        for name in (
+            "uncovered_bytes.py::test_every_step_of_a_session_has_eagers_bits",
+            "parameter_swap.py::test_a_program_has_plain_pytorchs_bits",
+            "optimizer_state.py::test_training_has_plain_pytorchs_bits",
+            "pins.py",
+            "budget_change.py",
         )
     },
     **{

@@ -18,7 +18,6 @@ from .errors import (
 )
 from .pool.block import PinnedBlock
 from .pool.pool import PinnedPool
-from .report.merged_report import MergedReport, merge_reports
 from .report.report import SwapReport
 from .state.snapshots import Snapshot, SnapshotWrite
 
@@ -26,8 +25,8 @@ __version__: str
 
 __all__ = [
     "Attachment", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice", "DeviceUnavailable",
-    "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool", "PoolStateError",
+    "HostMemoryExhausted", "InfeasibleBudget", "PinnedBlock", "PinnedPool", "PoolStateError",
     "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot", "SnapshotWrite", "SwapReport",
-    "SwapSession", "TransferFailed", "attach", "compiled_partition", "install", "integrations", "merge_reports",
+    "SwapSession", "TransferFailed", "attach", "compiled_partition", "install", "integrations",
     "resolve_device", "save_on_cpu", "uninstall",
 ]  # fmt: skip

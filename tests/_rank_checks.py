@@ -88,7 +88,7 @@ def rates(rank: int) -> dict[str, list[list[float]]]:
     return seen
 
 
-def budgets(rank: int, folder: str) -> dict[str, Any]:
+def budgets(rank: int) -> dict[str, Any]:
     seen: dict[str, Any] = {
         "same budgets": problems(64 * MIB, 64 * MIB),
         "other budgets": problems((64 - 16 * rank) * MIB, 64 * MIB),
@@ -96,12 +96,8 @@ def budgets(rank: int, folder: str) -> dict[str, Any]:
         "host budget": session(64 * MIB, None).host_budget,
     }
     for name, budget in (("agreeing", MIB), ("differing", (1 + rank) * MIB)):
-        reports: list[Any] | None = [None, None] if rank == 0 else None
-        mine = trained(budget)
-        dist.gather_object(mine, reports)  # after training: the program's own collective
-        Path(folder, f"{name}{rank}.json").write_text(json.dumps(mine.to_dict()))
-        if reports is not None:
-            seen[name] = cm.merge_reports(reports).to_dict()
+        report = trained(budget)
+        seen[name] = report.rank, report.plan_digests
     if rank == 1:
         with session(MIB, MIB) as alone:  # rank 0 never enters this one
             seen["alone"] = list(alone.report().problems)
@@ -114,7 +110,7 @@ def main(folder: str) -> None:
         patch(f"chameleon_mm.{module}.available_host_bytes", return_value=AVAILABLE_BYTES).start()
     dist.init_process_group("gloo", timeout=PATIENCE)
     rank = dist.get_rank()
-    seen = {**rates(rank), **(budgets(rank, folder) if dist.get_world_size() == 2 else {})}
+    seen = {**rates(rank), **(budgets(rank) if dist.get_world_size() == 2 else {})}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 

@@ -239,7 +239,6 @@ def _callables(
         (block.wait_on, {"stream": ()}), (block.release, {"after": NOTHING}),
         (cm.SimDevice, {"spec": (), "hbm_bytes": SIZES, "cost": NOTHING, "moves_bytes": SWITCH}),
         (lambda stream: device.stream(stream).__enter__(), {"stream": ()}), (cm.resolve_device, {"device": NOTHING}),
-        (cm.merge_reports, {"reports": ()}), (lambda report: cm.merge_reports([report]), {"report": ()}),
         (session.run_step, {"fn": ()}), (partial(session.run_step, lambda: None), {"snapshot": SWITCH}),
         (session.restore, {"snapshot": NOTHING}), (session.snapshot().write, {"path": ("x", "1GiB")}),
         (session.snapshot().write("earlier").wait, {"timeout_s": (None, 4096, 1.5, True, np.int64(4096), np.float32(1))}),

@@ -27,12 +27,12 @@ class Autoencoder(lightning.LightningModule):
 
 swapping = cm.integrations.lightning.SwapCallback(hbm_budget="88MiB")
 trainer = lightning.Trainer(
-    max_steps=8,
+    max_steps=4,
     accelerator="gpu" if torch.cuda.is_available() else "cpu",
     callbacks=[swapping],  # the line that is new
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
-trainer.fit(Autoencoder(), DataLoader(torch.randn(8192, 512), batch_size=1024))  # type: ignore[arg-type]  # a tensor has items
+trainer.fit(Autoencoder(), DataLoader(torch.randn(4096, 512), batch_size=1024))  # type: ignore[arg-type]  # a tensor has items
 print(swapping.report())

@@ -208,10 +208,6 @@ class SavedBytes:
         counter = self._counter()
         return counter is not None and counter is later._counter() and (same_bytes or self.covers(later))
 
-    def covers_all_of(self, nbytes: int) -> bool:
-        """True if this tensor covers every byte of its storage, which has `nbytes`."""
-        return self.is_dense and self.begin == 0 and self.end >= nbytes
-
     def covers(self, other: SavedBytes) -> bool:
         """True if this tensor is known to cover all bytes of `other`."""
         if self.is_dense and self.begin <= other.begin and other.end <= self.end:

@@ -190,7 +190,12 @@ class Slot:
 
     def has_uncovered(self) -> bool:
         """True if no save covers the whole storage. Note [Uncovered]. Only the session writes gathered bytes."""
-        return not self.is_packed and not any(saved.covers_all_of(self.saved_nbytes) for saved in self.saves)
+        if self.is_packed:
+            return False
+        for saved in self.saves:  # noqa: SIM110  # without the frame of a generator
+            if saved.is_dense and saved.begin == 0 and saved.end >= self.saved_nbytes:
+                return False
+        return True
 
     def was_written(self, times: int) -> bool:
         """True if every save that was not written to since has the version `times`."""

@@ -1,6 +1,6 @@
 """Sessions whose plans recompute: plain PyTorch's bits, within the budget in every step, about the time that was predicted.
 
-The model is a small transformer with dropout on a simulated GPU whose host takes no time, as `simulate` supposes. References
+The model is a small decoder of the Llama family on a simulated GPU whose host takes no time, as `simulate` supposes. References
 are plain PyTorch: nothing of ours, no dispatch mode, no simulated device.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
@@ -22,15 +23,43 @@ from chameleon_mm.swap.forms import Original
 from chameleon_mm.swap.metrics import StepTime
 from chameleon_mm.swap.recipe_runner import Comparisons, RecipeRunner
 from tests._fakes import refusing
-from tests._mix_models import Block, bits
+from tests._mix_models import bits
 from tests._random_models import far_ahead
 from tests._runs import Run, run_steps
 
-WIDTH, SEQ, BATCH, LAYERS = 64, 128, 8, 4
+WIDTH, HIDDEN, SEQ, BATCH, LAYERS = 64, 224, 128, 8, 4
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide: Tensor = x.float()
+        normed: Tensor = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return normed
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = RMSNorm(), RMSNorm()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(heads.transpose(1, 2).flatten(2)), 0.1)
+        y = self.between(x)
+        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
 
 
 def decoder() -> nn.Module:
-    return nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS)))
+    return nn.Sequential(*(Block() for _ in range(LAYERS)))
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

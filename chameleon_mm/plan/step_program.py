@@ -98,7 +98,7 @@ class StepProgram:
         """
         plan.check_made_for(trace)
         moves = ActionColumns.of(plan.swaps, trace)
-        ops, ins, frees = _due(trace, plan, moves)
+        ops, ins, frees = _due(plan, moves)
         recipes = Recipes.of(trace, None) if len(plan.swaps) < len(plan.actions) else None
         allocated, growth = _memory(trace, plan, moves) if recipes is None else _memory_of_recomputations(recipes, plan)
         rows = []
@@ -121,10 +121,9 @@ class StepProgram:
         return row.number if row.kind == FIRST else None
 
 
-def _due(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dict[int, list[int]], set[int]]:
+def _due(plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dict[int, list[int]], set[int]]:
     """Return the ops by hook, the copies back by hook, and the set of hooks that free memory."""
     swaps, ops, ins, frees = plan.swaps, defaultdict[int, list[Op]](list), defaultdict[int, list[int]](list), set[int]()
-    last_save = {n: hook for hook, n in enumerate(trace.hook_tensor.tolist()) if n >= 0 and not trace.hook_use[hook]}
     for action in plan.recomputed:
         ops[action.reclaim_at].append((DROP, action.tensor, action.nbytes))
         frees.add(action.reclaim_at)
@@ -133,10 +132,7 @@ def _due(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, 
         if kind == BACK:
             ins[hook].append(action.tensor)
         elif kind == swap_plan.OUT:
-            last = last_save.get(action.tensor, -1)
-            # A copy that begins before the last save may lack that save's bytes, and would begin again.
-            at = last + 1 if hook <= last < action.reclaim_at else hook
-            ops[at].append((OUT, action.tensor, action.nbytes))
+            ops[hook].append((OUT, action.tensor, action.nbytes))
         elif kind != swap_plan.USE:
             ops[hook].append((RELEASE if action.again else RECLAIM, action.tensor, action.nbytes))
             frees.add(hook)

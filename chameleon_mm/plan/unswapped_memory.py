@@ -54,7 +54,11 @@ class Candidates:
         first = np.maximum(trace.tensor_sendable, after_release)
         known = (trace.tensor_sendable >= 0) & (trace.tensor_released != NEVER) & (trace.tensor_bytes > 0)
         tensor = np.flatnonzero(known & (first < use))
-        return cls._rows(trace, tensor, trace.tensor_sendable[tensor].astype(np.int64), first[tensor], use[tensor])
+        # A copy that begins before the last save may lack that save's bytes, and would begin again.
+        saves = np.flatnonzero(~trace.hook_use & (trace.hook_tensor >= 0))
+        sendable = trace.tensor_sendable.astype(np.int64)
+        np.maximum.at(sendable, trace.hook_tensor[saves], saves + 1)
+        return cls._rows(trace, tensor, np.minimum(sendable, first)[tensor], first[tensor], use[tensor])
 
     @classmethod
     def between_uses(cls, trace: Trace) -> Candidates:

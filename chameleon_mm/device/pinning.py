@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,8 +116,8 @@ def pageable_memory(nbytes: int) -> Tensor:
 class PinningCalls(NamedTuple):
     """CUDA runtime calls that pinning needs. Each raises `RuntimeError` with the runtime's message when it is refused."""
 
-    register: Callable[[int, int], None] | None
-    """Page-lock `(address, nbytes)`. None if registered memory is unsupported or has another address on the device."""
+    register: Callable[[int, int], None]
+    """Page-lock `(address, nbytes)`."""
     unregister: Callable[[int], None]
     host_alloc: Callable[[int], Tensor]
     """Return a flat uint8 tensor of `nbytes` of page-locked memory allocated by the driver, freed with its last reference."""
@@ -167,10 +166,9 @@ class PageLocker:
                 f"pinned memory: expected process {self._pid}, where the device was made, got its forked child {os.getpid()}, "
                 f"which cannot use CUDA: start it by the spawn or forkserver method, and make a device there"
             )
-        register, allocate = self._calls.register, self._calls.host_alloc
         reasons = []
         with self._scope():
-            for way in (allocate,) if register is None else (partial(self._registered, register), allocate):
+            for way in (self._registered, self._calls.host_alloc):
                 try:
                     memory = way(nbytes)
                 except (RuntimeError, OSError, OverflowError, MemoryError) as error:
@@ -221,14 +219,14 @@ class PageLocker:
         self._warned[message] += 1
         log.log(logging.WARNING if self._warned[message] == 1 else logging.INFO, message, *values, self._warned[message])
 
-    def _registered(self, register: Callable[[int, int], None], nbytes: int) -> Tensor:
+    def _registered(self, nbytes: int) -> Tensor:
         held = self._registered_at
         memory = populated_pages(nbytes, threads=self._threads, madvise=self._madvise, cpus=self._cpus, held=held)
         address = memory.data_ptr()
         # Before the driver call: else an interrupt right after the call would unmap pages that the driver holds.
         held.add(address)
         try:
-            register(address, nbytes)
+            self._calls.register(address, nbytes)
         except RuntimeError:
             held.remove(address)
             raise

@@ -24,11 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device, region_partitions
-from chameleon_mm.device.region_partitions import Divisions, FirstChoice
+from chameleon_mm.device.region_partitions import FirstChoice
 from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.plan.regions import SHARES
 from chameleon_mm.plan.trace import Trace
@@ -417,37 +416,16 @@ def test_a_graph_is_divided_only_where_the_result_may_fit(
     monkeypatch.setattr(region_partitions, "_given", lambda _: {})
     monkeypatch.setattr(region_partitions, "_peak_bytes", lambda *_: 990)
 
-    def at(_: region_partitions.Divisions, share: float) -> region_partitions.Divided:
+    def divided(_: fx.GraphModule, share: float) -> region_partitions.Divided:
         seen.append(share)
         return region_partitions.Divided(*estimates[share], 0)
 
-    monkeypatch.setattr(region_partitions.Divisions, "at", at)
+    monkeypatch.setattr(region_partitions, "divided", divided)
     choice = FirstChoice(SHARES)
     choice.budget_bytes = room_bytes
     chosen = choice._chosen(fx.GraphModule(nn.Module(), fx.Graph()), [])
     assert (seen, choice.fits) == (tried, fits)
     assert chosen == min(tried or [1], key=lambda share: max(estimates[share][0], room_bytes))
-
-
-@pytest.mark.parametrize("program", ["whole", "rotary", "checkpoint inside", "dropout", "experts, whole", "dynamic whole"])
-def test_a_graph_divided_before_has_the_estimates_of_one_that_was_not(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference is torch's partitioner as it is, on a copy of its own for each share. In either order of shares."""
-    shares, differing = (1.0, *SHARES), list[Any]()
-
-    def compare(graph: fx.GraphModule) -> None:
-        falling, rising = Divisions(graph), Divisions(graph)
-        got = {share: falling.at(share) for share in shares}, {share: rising.at(share) for share in reversed(shares)}
-        with monkeypatch.context() as patched:
-            patched.setattr(region_partitions, "_remembering_partition", lambda: min_cut_rematerialization_partition)
-            alone = {share: Divisions(graph).at(share) for share in shares}
-        differing.append((got, alone) if got != (alone, alone) else None)
-
-    torch._dynamo.reset()
-    _, loss_of = PROGRAMS[program](partial(torch.compile, backend="aot_eager"))
-    with region_partitions.partitioned(compare):
-        loss_of(0).backward()
-    assert differing
-    assert not any(differing)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", inductor])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import logging
 import pickle
 import subprocess
 import sys
@@ -299,7 +298,7 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
     assert done.stderr == ""
 
 
-# --- who may hold them, and when the log is written
+# --- who may hold them
 
 
 def test_nothing_that_gives_memory_back_can_be_copied_or_pickled(pool: PinnedPool) -> None:
@@ -313,33 +312,6 @@ def test_nothing_that_gives_memory_back_can_be_copied_or_pickled(pool: PinnedPoo
                 way(owner)
     assert pool.allocate(100).buffer.data_ptr() != address, "the copy gave the bytes back"
     assert pickle.loads(pickle.dumps(block.tensor((100,), torch.uint8))).shape == (100,)  # the bytes can be
-
-
-def test_a_handler_of_the_log_may_use_the_pool(pool: PinnedPool, ledgered: Ledgered) -> None:
-    said: list[tuple[str, int]] = []
-
-    class Asks(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            # No lock is held: a hang would end the whole run. Then all that takes them.
-            assert not pool._ledger.lock.locked() and not pool._growth._resizing.locked()
-            said.append((record.getMessage().rpartition(": ")[2], pool.stats().num_chunks))
-            pool.trim()
-
-    log, asks = logging.getLogger("chameleon_mm.pool.chunks"), Asks(logging.DEBUG)
-    level = log.level
-    log.addHandler(asks)
-    log.setLevel(logging.DEBUG)
-    try:
-        pool.allocate(100).release()
-        pool.trim()
-        pool.allocate(100).release()
-        pool.limit_bytes = 0
-    finally:
-        log.removeHandler(asks)
-        log.setLevel(level)
-    came, went = ("reserved a chunk of 16.0 KiB, 16.0 KiB in all", 1), ("gave a chunk of 16.0 KiB back, 0 B left", 0)
-    assert said == [came, went] * 2
-    assert ledgered.chunks == {}
 
 
 # --- the life of a block

@@ -20,7 +20,6 @@ import errno
 import logging
 import mmap
 import os
-import re
 import resource
 import threading
 import weakref
@@ -28,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +42,6 @@ from chameleon_mm.units import GIB, MIB, format_size, round_up
 # Copies to and from the other socket's memory cross the link between the sockets: a wrong node costs about 30 %. The kernel
 # takes a page from the node of the CPU that touches it first, so the threads that populate run on the GPU's CPUs. A full node,
 # or a CPU set that excludes those CPUs, gives memory of another node.
-#
-# A node without CPUs is no host memory: on a GH200 the GPU's own memory is one. The kernel would give its pages when the others
-# are full, so those threads take none of it. What CUDA itself allocates on the host is not bound.
 
 _log = logging.getLogger(__name__)
 
@@ -59,38 +54,11 @@ def near_cpus(pci_id: str | None, root: Path = Path("/")) -> set[int]:
     return numbers_in(kernel_text(root / f"sys/bus/pci/devices/{pci_id}/local_cpulist")) if pci_id else set()
 
 
-class HostNodes(NamedTuple):
-    """Numbers of the NUMA nodes that have memory."""
-
-    with_cpus: set[int]
-    """Nodes of host memory; empty if the kernel does not report them."""
-    bare: set[int]
-    """Nodes without CPUs, such as a GPU's own memory."""
-
-
-def host_nodes(root: Path = Path("/")) -> HostNodes:
-    """Return the machine's NUMA nodes. `root` is the parent directory of `sys`. Never raises."""
-    with_cpus, with_memory = (numbers_in(kernel_text(root / _NODES / name)) for name in ("has_cpu", "has_memory"))
-    return HostNodes(with_memory & with_cpus, with_memory - with_cpus if with_cpus else set())
-
-
-def bare_bytes(root: Path) -> int:
-    """Return the maximum bytes that nodes without CPUs add to the kernel's MemAvailable: free memory and droppable caches."""
-    counted = re.compile(r" (?:MemFree|Active\(file\)|Inactive\(file\)|SReclaimable): *(\d+) kB")
-    texts = (kernel_text(root / _NODES / f"node{node}/meminfo") for node in host_nodes(root).bare)
-    return sum(int(kib) * 1024 for text in texts for kib in counted.findall(text))
-
-
-def _run_on(cpus: Collection[int], nodes: HostNodes | None) -> None:
-    """Run this thread on `cpus` from now on, without new pages on bare nodes, as far as the kernel allows."""
+def _run_on(cpus: Collection[int]) -> None:
+    """Run this thread on `cpus` from now on, as far as the kernel allows."""
     with suppress(OSError):
         if cpus:
             os.sched_setaffinity(0, cpus)
-    number = _SET_MEMPOLICY.get(os.uname().machine)
-    if nodes and nodes.bare and number is not None:
-        size = max(nodes.with_cpus) // 64 + 1
-        mask = (ctypes.c_uint64 * size)(*(sum(1 << n % 64 for n in nodes.with_cpus if n // 64 == at) for at in range(size)))
-        ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_long(_MPOL_BIND), mask, ctypes.c_ulong(64 * size + 1))
 
 
 def numbers_in(text: str) -> set[int]:
@@ -112,10 +80,6 @@ def kernel_text(path: Path) -> str:
         return ""
 
 
-_NODES = "sys/devices/system/node"
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""Number of that system call, which the C library has no function for."""
-_MPOL_BIND = 2
 _PAGE_BYTES = 4096
 
 REGISTRATION_LIMIT_BYTES = 512 * GIB
@@ -152,8 +116,8 @@ def pageable_memory(nbytes: int) -> Tensor:
 class PinningCalls(NamedTuple):
     """CUDA runtime calls that pinning needs. Each raises `RuntimeError` with the runtime's message when it is refused."""
 
-    register: Callable[[int, int], None] | None
-    """Page-lock `(address, nbytes)`. None if registered memory is unsupported or has another address on the device."""
+    register: Callable[[int, int], None]
+    """Page-lock `(address, nbytes)`."""
     unregister: Callable[[int], None]
     host_alloc: Callable[[int], Tensor]
     """Return a flat uint8 tensor of `nbytes` of page-locked memory allocated by the driver, freed with its last reference."""
@@ -164,9 +128,9 @@ class PinningCalls(NamedTuple):
 class PageLocker:
     """Pins and unpins host memory. Pinned memory lives until `unpin`, even if the caller drops it: the driver holds its pages.
 
-    Threads populate a large allocation, one per usable CPU and at most 8, on `cpus` if any are given, with pages of no node of
-    `nodes.bare`. Driver calls run inside a `scope()`. If the locker is dropped, memory that was not unpinned stays pinned until
-    the process ends. Thread-safe. A forked child cannot pin or unpin.
+    Threads populate a large allocation, one per usable CPU and at most 8, on `cpus` if any are given. Driver calls run inside a
+    `scope()`. If the locker is dropped, memory that was not unpinned stays pinned until the process ends. Thread-safe. A forked
+    child cannot pin or unpin.
     """
 
     def __init__(
@@ -175,13 +139,12 @@ class PageLocker:
         *,
         madvise: Madvise | None = None,
         cpus: Collection[int] = frozenset(),
-        nodes: HostNodes | None = None,
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._calls = calls
         self._threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._madvise = madvise or _libc_madvise()
-        self._cpus, self._nodes = cpus, nodes or host_nodes()
+        self._cpus = cpus
         self._scope = scope
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a pool collected in here unpins on this same thread
@@ -203,10 +166,9 @@ class PageLocker:
                 f"pinned memory: expected process {self._pid}, where the device was made, got its forked child {os.getpid()}, "
                 f"which cannot use CUDA: start it by the spawn or forkserver method, and make a device there"
             )
-        register, allocate = self._calls.register, self._calls.host_alloc
         reasons = []
         with self._scope():
-            for way in (allocate,) if register is None else (partial(self._registered, register), allocate):
+            for way in (self._registered, self._calls.host_alloc):
                 try:
                     memory = way(nbytes)
                 except (RuntimeError, OSError, OverflowError, MemoryError) as error:
@@ -257,16 +219,14 @@ class PageLocker:
         self._warned[message] += 1
         log.log(logging.WARNING if self._warned[message] == 1 else logging.INFO, message, *values, self._warned[message])
 
-    def _registered(self, register: Callable[[int, int], None], nbytes: int) -> Tensor:
+    def _registered(self, nbytes: int) -> Tensor:
         held = self._registered_at
-        memory = populated_pages(
-            nbytes, threads=self._threads, madvise=self._madvise, cpus=self._cpus, nodes=self._nodes, held=held
-        )
+        memory = populated_pages(nbytes, threads=self._threads, madvise=self._madvise, cpus=self._cpus, held=held)
         address = memory.data_ptr()
         # Before the driver call: else an interrupt right after the call would unmap pages that the driver holds.
         held.add(address)
         try:
-            register(address, nbytes)
+            self._calls.register(address, nbytes)
         except RuntimeError:
             held.remove(address)
             raise
@@ -279,7 +239,6 @@ def populated_pages(
     threads: int,
     madvise: Madvise,
     cpus: Collection[int] = frozenset(),
-    nodes: HostNodes | None = None,
     held: Container[int] = frozenset(),
 ) -> Tensor:
     """Return a flat uint8 tensor over fresh, populated, zeroed pages: huge pages if the kernel has them.
@@ -296,7 +255,7 @@ def populated_pages(
         advise(start, nbytes, advice)
     slice_bytes = max(_MIN_SLICE_BYTES, round_up(-(-nbytes // threads), _HUGE_PAGE_BYTES))
     offsets = range(0, nbytes, slice_bytes)
-    with ThreadPoolExecutor(len(offsets), "chameleon-populate", _run_on, (cpus, nodes)) as pool:
+    with ThreadPoolExecutor(len(offsets), "chameleon-populate", _run_on, (cpus,)) as pool:
         for done in [pool.submit(_populate, start + at, min(slice_bytes, nbytes - at), madvise) for at in offsets]:
             done.result()
     return memory

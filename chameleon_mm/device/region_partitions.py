@@ -15,11 +15,9 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -128,76 +126,25 @@ class Divided(NamedTuple):
         return f"peak {format_size(self.peak_bytes)}, {format_size(self.saved_bytes)} saved, {self.remade} operators remade"
 
 
-class Divisions:
-    """Estimates for a joint graph by torch's own partitioner. The graph does not change.
+def divided(graph: fx.GraphModule, share: float) -> Divided:
+    """Return the estimate for a joint graph with an `activation_memory_budget` of `share`, by torch's own partitioner. Takes
+    about 1 ms per operator. The graph does not change."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    The first takes about 1 ms per operator. Later ones take less: work on the graph alone, and repeated cuts, are done once.
-    """
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        nodes = fx.Graph()
-        nodes.output(nodes.graph_copy(graph.graph, {}))
-        results = tree_leaves([node.args for node in nodes.find_nodes(op="output")])
-        # The graph returns the results of forward, then a gradient for each of its inputs.
-        self._num_results = len(results) - sum(map(_is_input, nodes.nodes))
-        self._given = _given(nodes)
-        self._module = _NeverRun(graph, nodes)
-        self._partition = _remembering_partition()
-
-    def at(self, share: float) -> Divided:
-        """Return the estimate for an `activation_memory_budget` of `share`."""
-        from torch.fx._lazy_graph_module import _use_lazy_graph_module
-
-        with config.patch(activation_memory_budget=share), _use_lazy_graph_module(True):  # no code: it never runs
-            divided = self._partition(self._module, (), num_fwd_outputs=self._num_results)
-        forward, backward = (one.graph for one in divided)
-        saved = storages_of([node for node in backward.find_nodes(op="placeholder") if not node.name.startswith("tangents")])
-        again = {node.name for node in forward.nodes} & {node.name for node in backward.nodes if node.op == "call_function"}
-        saved_bytes = sum(nbytes for storage, nbytes in saved.items() if storage not in self._given)
-        peak_bytes = max(_peak_bytes(forward, self._given), _peak_bytes(backward, self._given))
-        return Divided(peak_bytes, saved_bytes, len(again))
-
-
-def _remembering_partition() -> Callable[..., Any]:
-    """Return torch's partitioner for a graph that is partitioned several times. It is torch's code, but with a copy of its
-    globals, in which functions that it calls are replaced by cached ones."""
-    from torch._functorch import partitioners
-
-    names = vars(partitioners)
-    once = {name: _remembering(names[name], lambda *_, **__: None) for name in _OF_THE_GRAPH if name in names}
-    cut, runtime = _remembering(partitioners.solve_min_cut, _cut_key), cache(partitioners.estimate_runtime)  # of a node
-    choose = _with_globals(partitioners.choose_saved_values_set, {"solve_min_cut": cut, "estimate_runtime": runtime})
-    return _with_globals(partitioners.min_cut_rematerialization_partition, {**once, "choose_saved_values_set": choose})
-
-
-_OF_THE_GRAPH = ("fx_graph_cse", "cleanup_recompute_tags", "classify_nodes")
-"""Functions of torch's partitioner whose results do not depend on the share."""
-
-
-def _cut_key(joint_graph: Any, node_info: Any, min_cut_options: Any, dont_ban: Collection[fx.Node] | None = None) -> Any:
-    return str(min_cut_options), frozenset(dont_ban or ())
-
-
-def _remembering(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[..., Any]:
-    made = dict[Any, Any]()
-
-    def remembering(*args: Any, **kwargs: Any) -> Any:
-        if (key := key_of(*args, **kwargs)) not in made:
-            made[key] = function(*args, **kwargs)
-        return made[key]
-
-    return remembering
-
-
-def _with_globals(function: Any, replaced: dict[str, Any]) -> Callable[..., Any]:
-    copy = FunctionType(function.__code__, {**function.__globals__, **replaced}, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-class _NeverRun(fx.GraphModule):
-    def recompile(self) -> Any:
-        """Generate no code, because the graph is partitioned but never runs."""
+    nodes = fx.Graph()
+    nodes.output(nodes.graph_copy(graph.graph, {}))
+    results = tree_leaves([node.args for node in nodes.find_nodes(op="output")])
+    # The graph returns the results of forward, then a gradient for each of its inputs.
+    num_results = len(results) - sum(map(_is_input, nodes.nodes))
+    given = _given(nodes)
+    with config.patch(activation_memory_budget=share), _use_lazy_graph_module(True):  # no code: it never runs
+        parts = min_cut_rematerialization_partition(fx.GraphModule(graph, nodes), (), num_fwd_outputs=num_results)
+    forward, backward = (part.graph for part in parts)
+    saved = storages_of([node for node in backward.find_nodes(op="placeholder") if not node.name.startswith("tangents")])
+    again = {node.name for node in forward.nodes} & {node.name for node in backward.nodes if node.op == "call_function"}
+    saved_bytes = sum(nbytes for storage, nbytes in saved.items() if storage not in given)
+    return Divided(max(_peak_bytes(forward, given), _peak_bytes(backward, given)), saved_bytes, len(again))
 
 
 def _given(graph: fx.Graph) -> dict[int, int]:
@@ -276,15 +223,14 @@ class FirstChoice:
             self._note(nodes, f"torch's own, which needs less than {format_size(undivided_bytes)} of {format_size(room_bytes)}")
             return 1.0
         little = min(filter(None, self._shares))  # at 0, backward begins by recomputing everything at once
-        divisions = Divisions(graph)
-        tried = {1.0: (own := divisions.at(1.0))}
+        tried = {1.0: (own := divided(graph, 1.0))}
         for share in self._shares:
             if min(one.peak_bytes for one in tried.values()) <= room_bytes:
                 break
             # Saving less lowers the peak of each tried share by at most the bytes no longer saved.
             least_bytes = max(one.peak_bytes - one.saved_bytes for one in tried.values()) + share * own.saved_bytes
             if least_bytes <= room_bytes or share == little:
-                tried[share] = divisions.at(share)
+                tried[share] = divided(graph, share)
         chosen = min(tried, key=lambda share: max(tried[share].peak_bytes, room_bytes))  # the first that fits, if any
         self.most_bytes = max(self.most_bytes, tried[chosen].peak_bytes)
         if self.fits and (lack_bytes := tried[chosen].peak_bytes - room_bytes) > 0:

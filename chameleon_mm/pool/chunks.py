@@ -10,7 +10,6 @@ Size of a chunk: a multiple of the request, at least 1/16 of the reserved bytes,
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -155,8 +154,6 @@ class PendingRanges:
         self._events.clear()
 
 
-_log = logging.getLogger(__name__)
-
 DEFAULT_CHUNK_BYTES = GIB
 """Maximum size of a chunk: large, so that little is wasted at its end, but small enough to pin within a second."""
 
@@ -168,30 +165,6 @@ GROWTH_SHARE = 16
 partly unused, so this bounds the waste, and tens of GiB are reached in about 80 chunks. Replay of recorded activation traces
 (Llama, GPT-2 with varying lengths, mixture of experts, ResNet-50; 10 to 28 GiB): reserved / peak live is 1.03 to 1.04. Chunks
 of 1 GiB throughout give 1.03 to 1.05, and seven times the memory that a pool of 130 MiB needs."""
-
-
-class LateLines:
-    """Log lines about work under a lock. `with lines, lock:` logs them once the lock is free, because a log handler may call
-    the pool. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lines: deque[tuple[str, int, int]] = deque()
-
-    def add(self, message: str, nbytes: int, reserved: int) -> None:
-        """Store a line: a `message` with two sizes in bytes."""
-        if _log.isEnabledFor(logging.DEBUG):
-            self._lines.append((message, nbytes, reserved))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        while self._lines:
-            try:
-                message, *sizes = self._lines.popleft()
-            except IndexError:  # another thread took it
-                return
-            _log.debug("chameleon_mm: pinned pool: %s", message % tuple(map(format_size, sizes)))
 
 
 @dataclass(slots=True, eq=False)
@@ -221,8 +194,6 @@ class Chunks:
         self._arrived: deque[Tensor] = deque()  # pinned, but not admitted yet
         self._leaving: deque[Chunk] = deque()  # detached, but not freed yet
         self.peak_reserved_bytes = 0
-        self.lines = LateLines()
-        """Log lines about chunks, written once no lock is held."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -259,7 +230,6 @@ class Chunks:
             self._chunks.append(Chunk(base, memory))
             self._bases.append(base)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-            self.lines.add("reserved a chunk of %s, %s in all", memory.numel(), self.reserved_bytes)
 
     def make_room(self, nbytes: int, limit: int) -> int:
         """Return the size of the next chunk, for a request of `nbytes` that no free block holds."""
@@ -316,7 +286,6 @@ class Chunks:
             except Exception:
                 self._leaving.appendleft(chunk)
                 raise
-            self.lines.add("gave a chunk of %s back, %s left", chunk.nbytes, self.reserved_bytes)
 
     def free_all(self) -> None:
         """Free every chunk, even with live blocks. All device work on them must be complete."""

@@ -28,7 +28,7 @@ class Growth:
 
     def __init__(self, ledger: Ledger, limit: MemoryLimit) -> None:
         self._ledger, self._chunks, self._limit = ledger, ledger.chunks, limit
-        self._resizing = threading.Lock()  # taken before `ledger.lock` if both are needed; log lines are written after both
+        self._resizing = threading.Lock()  # taken before `ledger.lock` if both are needed
 
     def allocate_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
         """Allocate a block, from another chunk if needed. Raises `HostMemoryExhausted`, or `PoolStateError` if the pool is
@@ -59,7 +59,7 @@ class Growth:
     def set_limit(self, nbytes: int) -> None:
         """Set the limit, and free unused chunks until it is met or none is left. The host waits if the device still uses
         one."""
-        with self._chunks.lines, self._resizing:
+        with self._resizing:
             with self._ledger.lock:
                 self._ledger.check_open("limit_bytes")
                 self._ledger.shrinking = True  # first: after an interrupt the next allocation completes the rest
@@ -68,7 +68,7 @@ class Growth:
 
     def shrink(self) -> None:
         """Free unused chunks that the device no longer uses, until the limit is met."""
-        with self._chunks.lines, self._resizing:
+        with self._resizing:
             self._shrink(wait=False)
 
     def _shrink(self, *, wait: bool) -> bool:
@@ -85,7 +85,7 @@ class Growth:
     def free_unused(self, *, wait: bool) -> int:
         """Free the chunks without blocks and return their bytes. `wait`: also chunks that the device still uses."""
         ledger, chunks = self._ledger, self._chunks
-        with self._chunks.lines, self._resizing:
+        with self._resizing:
             with ledger.lock:
                 ledger.drain()
                 chunks.admit()

@@ -1,7 +1,6 @@
 """Available host memory: the minimum of the memory that the kernel and each of the process's control groups leave.
 
-    available = min(MemAvailable - that of NUMA nodes without CPUs,
-                    *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
+    available = min(MemAvailable, *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
     "auto"    = half of (memory this process already holds + available), divided among the ranks on this machine
 
     memory = AvailableMemory();  memory.read(taking=nbytes)     # reads again after 10 ms, or once 1/16 of it was taken
@@ -19,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from chameleon_mm.device.pinning import bare_bytes, kernel_text
+from chameleon_mm.device.pinning import kernel_text
 from chameleon_mm.units import parse_size
 
 _RANKS = "LOCAL_WORLD_SIZE"
@@ -93,13 +92,12 @@ def local_ranks() -> int:
 
 
 def of_machine(root: Path) -> Iterator[int]:
-    """Yield the machine's available bytes, without control groups; nothing if unknown. Memory of NUMA nodes without CPUs, such
-    as a GPU's own on a GH200, does not count."""
+    """Yield the machine's available bytes, without control groups; nothing if unknown."""
     for line in kernel_text(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
         if name == "MemAvailable" and words and words[0].isdecimal():
-            yield int(words[0]) * 1024 - bare_bytes(root)  # the file says kB and means KiB
+            yield int(words[0]) * 1024  # the file says kB and means KiB
             return
     import psutil  # imported only on systems that need it
 

@@ -135,8 +135,7 @@ class PinnedPool(Uncopied):
                 ledger.drain()
             block = ledger.allocate(self, nbytes)
         if block is None:
-            with self._chunks.lines:  # logged after the allocation: a log handler may call `trim`
-                block = self._growth.allocate_or_pin(self, nbytes)
+            block = self._growth.allocate_or_pin(self, nbytes)
         # Outside of the lock, and with a complete block: if the device fails here, the block is still released.
         if block.pending_events:
             block.forget_complete()

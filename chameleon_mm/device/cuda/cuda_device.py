@@ -89,20 +89,17 @@ def torch_reader(index: int) -> Reading:
 
 # --- CuPy's binding of the CUDA runtime, if usable, and the calls that page-lock host memory
 
-ATTR_HOST_REGISTER_SUPPORTED = 99
-"""cudaDevAttrHostRegisterSupported."""
-
 _log = logging.getLogger(__name__)
 
 _HOST_PORTABLE = 1  # cudaHostRegisterPortable = cudaHostAllocPortable: page-locked for every device of the process
-_ATTR_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+_ATTR_HOST_REGISTER_SUPPORTED = 99  # cudaDevAttrHostRegisterSupported
 
 
 def cupy_runtime(index: int) -> Any:
     """Return CuPy's CUDA runtime if CuPy is installed and works with this device, else None."""
     try:
         runtime = cupy_cuda().runtime
-        runtime.deviceGetAttribute(ATTR_HOST_REGISTER_SUPPORTED, index)  # fails if CuPy's CUDA does not suit the driver
+        runtime.deviceGetAttribute(_ATTR_HOST_REGISTER_SUPPORTED, index)  # fails if CuPy's CUDA does not suit the driver
     except RuntimeError as error:
         _log.info("chameleon_mm: copies go through torch, as CuPy cannot be used: %s", error)
         return None
@@ -122,25 +119,13 @@ def pinning_calls(index: int) -> PinningCalls:
     def register(address: int, nbytes: int) -> None:
         _runtime("cudaHostRegister", address, nbytes, _HOST_PORTABLE)
 
-    # Without the second attribute, a kernel would need another address for the memory than its tensor has.
-    registers = all(driver_attribute(each, index) for each in (ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER))
     return PinningCalls(
-        register=register if registers else None,
+        register=register,
         unregister=partial(_runtime, "cudaHostUnregister"),
         # torch rounds this up to a power of two, and caches it once it is freed: wasteful, but correct as a last resort.
         host_alloc=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True),
         clear_error=clear_error,
     )
-
-
-def driver_attribute(attribute: int, index: int) -> int:
-    """Value of a GPU's attribute from the driver, 0 if it reports none. torch has no call for it. The driver numbers attributes
-    as the runtime does."""
-    driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it already
-    gpu, value = ctypes.c_int(), ctypes.c_int()
-    known = driver.cuDeviceGet(ctypes.byref(gpu), index) == 0
-    known = known and driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, gpu) == 0
-    return value.value if known else 0
 
 
 def _runtime(call: str, *arguments: int) -> None:

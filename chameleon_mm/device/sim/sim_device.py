@@ -23,7 +23,6 @@ from chameleon_mm.device.operators import (
     OpFactsCache,
     collect_tensors,
     inner_bytes,
-    may_have_lazy_bits,
     run_in_parts,
     runs_in_parts,
 )
@@ -48,14 +47,6 @@ def _plain(nest: list[Any]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     collect_tensors(nest, "cpu", found)
     return [t for t in found.values() if not is_traceable_wrapper_subclass_type(type(t))]
-
-
-def _is_plain_alone(args: tuple[Any, ...]) -> bool:
-    """True if the first of `args` is the only tensor, and has no bits that an operator resolves."""
-    t = args[0] if args else None
-    if not isinstance(t, Tensor) or any(isinstance(value, (Tensor, tuple, list)) and _plain([value]) for value in args[1:]):
-        return False
-    return t.is_cpu and t.layout is torch.strided and not t.is_nested and not may_have_lazy_bits((t,))
 
 
 class SimCompute(RegionMode):
@@ -93,8 +84,6 @@ class SimCompute(RegionMode):
         if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
         with torch._C.DisableTorchFunction():  # no function mode sees it, as for any operator called from C++
-            if not (facts.kernel or facts.uninitialised or kwargs) and _is_plain_alone(args):
-                return self._view(func, args)
             return self._launch(OpCall(facts, func, args, kwargs, device_type="cpu"))
 
     def run_region(self, region: Region, run: Run, args: list[Any]) -> Any:
@@ -116,21 +105,6 @@ class SimCompute(RegionMode):
                 written_bytes = machine.access(stream, unseen, write=True, label=label)
                 machine.host_us += machine.cost.launch_us
                 machine.run_kernel(stream, machine.cost.kernel_us(0, read_bytes + written_bytes, unseen[0].dtype))
-        return out
-
-    def _view(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Run a view of `args[0]`, as `_launch` does."""
-        machine, storage = self.machine, args[0].untyped_storage()
-        with machine.lock:
-            machine.ledger.settle()
-            machine.observer.launch(machine.current_stream())
-            machine.ledger.adopt(storage)
-        out = func(*args)
-        with machine.lock:
-            machine.ledger.settle()
-            for t in (out,) if isinstance(out, Tensor) else _plain([out]):
-                machine.ledger.adopt(t.untyped_storage())
-            machine.host_us += machine.cost.view_us
         return out
 
     def _launch(self, call: OpCall) -> Any:

@@ -45,14 +45,14 @@ class _Forward:
         unsaved = [x for x in self.alive if x not in self.saved and x not in self.dead]
         if kind < 0.12 and unsaved:
             x = random.choice(unsaved)
-            b.op("aten::add_.Tensor", 0, FORWARD, us, reads=dict.fromkeys((x, *reads)), writes=(x,), inner_bytes=inner)  # type: ignore[arg-type]  # in order, each once
+            b.op("aten::add_.Tensor", FORWARD, us, reads=dict.fromkeys((x, *reads)), writes=(x,), inner_bytes=inner)  # type: ignore[arg-type]  # in order, each once
             return
         if kind < 0.2 and there:
             x = random.choice(there)
-            b.op("aten::view", 0, FORWARD, 0.0, reads=(x,), writes=(x,))
+            b.op("aten::view", FORWARD, 0.0, reads=(x,), writes=(x,))
             return
         outs = [b.tensor(random.randrange(1, 60_000)) for _ in range(random.choice((1, 1, 1, 2)))]
-        b.op(random.choice(_NAMES), 0, FORWARD, us, reads=reads, writes=outs, inner_bytes=inner)
+        b.op(random.choice(_NAMES), FORWARD, us, reads=reads, writes=outs, inner_bytes=inner)
         self.alive += outs
 
     def save(self) -> None:
@@ -60,11 +60,11 @@ class _Forward:
         random, b = self._random, self._b
         there = [x for x in self.alive if x not in self.dead]
         if not there or random.random() < 0.15:
-            b.save(-1, 0)
+            b.save(-1)
         else:
             x = random.choice(there)
             b.kind(x, TensorKind.ACTIVATION)
-            b.save(x, 0)
+            b.save(x)
             if x not in self.saved:
                 self.saved.append(x)
                 self._waiting.append(x)
@@ -108,20 +108,20 @@ def random_hybrid_step(random: Random) -> Trace:
             random.shuffle(order)
         for x in order:
             for _ in range(random.choice((1, 1, 1, 2))):
-                b.use(x, 0)
+                b.use(x)
                 forward.hooked()
                 t = b.tensor(random.randrange(50_000))
-                b.op("aten::mul.Tensor", 0, BACKWARD, random.random() * 50, reads=(x,), writes=(t,))
+                b.op("aten::mul.Tensor", BACKWARD, random.random() * 50, reads=(x,), writes=(t,))
                 if random.random() < 0.1:
                     p = random.choice(parameters)
-                    b.op("aten::add_.Tensor", 0, BACKWARD, 1.0, reads=(p, t), writes=(p,))
+                    b.op("aten::add_.Tensor", BACKWARD, 1.0, reads=(p, t), writes=(p,))
                 b.dies(t)
             if random.random() < 0.9:
                 b.dies(x)
         for x in forward.alive:
             if x not in forward.dead and x not in forward.saved and random.random() < 0.8:
                 b.dies(x)
-    b.op("aten::add_.Tensor", 0, OPTIMIZER, 5.0, reads=parameters, writes=parameters)
+    b.op("aten::add_.Tensor", OPTIMIZER, 5.0, reads=parameters, writes=parameters)
     return b.finish(random.getrandbits(60))
 
 

@@ -97,9 +97,9 @@ class _Step:
     def forward(self, name: str, us: float, nbytes: int) -> None:
         b = self._builder
         made = b.tensor(nbytes, TensorKind.ACTIVATION)
-        b.op(f"aten::{name}", 1, FORWARD, us, reads=self._saved[-1:], writes=(made,))
+        b.op(f"aten::{name}", FORWARD, us, reads=self._saved[-1:], writes=(made,))
         self._release()
-        b.save(made, 1)
+        b.save(made)
         self._sendable()
         self._fresh.append(made)
         self._held.append(made)
@@ -110,22 +110,22 @@ class _Step:
         b = self._builder
         used = self._saved[which] if which >= 0 else self._saved.pop()
         self._release()
-        b.use(used, 1)
+        b.use(used)
         self._sendable()
-        b.op(f"aten::{name}_backward", 2, BACKWARD, us, reads=(used,))
+        b.op(f"aten::{name}_backward", BACKWARD, us, reads=(used,))
         b.dies(used)
 
     def filler(self, *, hooked: bool, forward: bool) -> None:
         """Add an operator of 1 us whose result dies after it and, if `hooked`, a hook call without a storage."""
         b = self._builder
         made = b.tensor(MIB)
-        b.op("aten::view", 3, FORWARD if forward else BACKWARD, 1.0, writes=(made,))
+        b.op("aten::view", FORWARD if forward else BACKWARD, 1.0, writes=(made,))
         b.dies(made)
         if hooked and forward:
-            b.save(-1, 2)
+            b.save(-1)
             self._sendable()
         elif hooked:
-            b.use(-1, 2)
+            b.use(-1)
             self._sendable()
 
     def finish(self) -> Trace:

@@ -16,7 +16,6 @@ class OpRecord:
 
     tick: int
     name: str
-    content: int
     phase: StepPhase
     duration_us: float
     reads: tuple[int, ...]
@@ -43,7 +42,6 @@ class HookRecord:
     tick: int
     use: bool
     tensor: int
-    feature: int
     released: int = NEVER
 
 
@@ -53,7 +51,6 @@ def ops_of(trace: Trace) -> list[OpRecord]:
         OpRecord(
             tick=int(trace.op_tick[i]),
             name=trace.op_names[trace.op_name[i]],
-            content=int(trace.op_content[i]),
             phase=StepPhase(int(trace.op_phase[i])),
             duration_us=float(trace.op_us[i]),
             reads=tuple(trace.read_tensors[trace.read_offsets[i] : trace.read_offsets[i + 1]].tolist()),
@@ -76,8 +73,8 @@ def tensors_of(trace: Trace) -> list[TensorRecord]:
 
 def hooks_of(trace: Trace) -> list[HookRecord]:
     """All hooks, in order."""
-    columns = (trace.hook_tick, trace.hook_use, trace.hook_tensor, trace.hook_released, trace.hook_feature)
+    columns = (trace.hook_tick, trace.hook_use, trace.hook_tensor, trace.hook_released)
     return [
-        HookRecord(tick=tick, use=bool(use), tensor=tensor, released=released, feature=feature)
-        for tick, use, tensor, released, feature in zip(*(column.tolist() for column in columns), strict=True)
+        HookRecord(tick=tick, use=bool(use), tensor=tensor, released=released)
+        for tick, use, tensor, released in zip(*(column.tolist() for column in columns), strict=True)
     ]

@@ -54,43 +54,43 @@ def chain(
 
     for _ in range(micro_batches):
         x = b.tensor(saved_bytes[-1], TensorKind.ACTIVATION)
-        b.op("aten::embedding", 1, FORWARD, op_us, writes=(x,))
+        b.op("aten::embedding", FORWARD, op_us, writes=(x,))
         saved: list[tuple[int, int]] = []
         for layer in range(layers):
-            for j, nbytes in enumerate(saved_bytes):
-                b.save(x, 10 + j)
+            for nbytes in saved_bytes:
+                b.save(x)
                 hook_came()
                 waiting.append(x)
                 for k in range(ops_per_save - 1):
                     t = b.tensor(temporary_bytes)
-                    b.op(f"aten::forward_{k}", 100 + 10 * j + k, FORWARD, op_us, reads=(x,), writes=(t,))
+                    b.op(f"aten::forward_{k}", FORWARD, op_us, reads=(x,), writes=(t,))
                     b.dies(t)
                 y = b.tensor(nbytes, TensorKind.ACTIVATION)
-                b.op("aten::mm", 200 + j, FORWARD, op_us, reads=(x, states[layer][0]), writes=(y,))
+                b.op("aten::mm", FORWARD, op_us, reads=(x, states[layer][0]), writes=(y,))
                 b.released(x)
                 saved.append((layer, x))
                 x = y
-        b.op("aten::loss", 2, FORWARD, op_us, reads=(x,))
+        b.op("aten::loss", FORWARD, op_us, reads=(x,))
         b.dies(x)
         gradient: int | None = None
         for layer, x in reversed(saved):
-            b.use(x, 20)
+            b.use(x)
             hook_came()
             for k in range(ops_per_save - 1):
                 t = b.tensor(temporary_bytes)
-                b.op(f"aten::backward_{k}", 300 + k, BACKWARD, 2 * op_us, reads=(x,), writes=(t,))
+                b.op(f"aten::backward_{k}", BACKWARD, 2 * op_us, reads=(x,), writes=(t,))
                 b.dies(t)
             before = gradient
             gradient = b.tensor(temporary_bytes)
             reads = (x,) if before is None else (x, before)
-            b.op("aten::mm", 400, BACKWARD, 2 * op_us, reads=reads, writes=(gradient, states[layer][1]))
+            b.op("aten::mm", BACKWARD, 2 * op_us, reads=reads, writes=(gradient, states[layer][1]))
             b.dies(x)
             if before is not None:
                 b.dies(before)
         if gradient is not None:
             b.dies(gradient)
     for state in states:
-        b.op("aten::_fused_adamw_", 500, OPTIMIZER, op_us / 4, reads=state, writes=state)
+        b.op("aten::_fused_adamw_", OPTIMIZER, op_us / 4, reads=state, writes=state)
     return b.finish(fingerprint)
 
 
@@ -117,17 +117,17 @@ def pipeline(
         saved.append([])
         for _ in range(layers):
             x = b.tensor(saved_bytes(), TensorKind.ACTIVATION)
-            b.op("aten::mm", 1, FORWARD, op_us, writes=(x,))
-            b.save(x, 1)
+            b.op("aten::mm", FORWARD, op_us, writes=(x,))
+            b.save(x)
             hook_came()
             waiting.append(x)
             b.released(x)
             saved[-1].append(x)
     for micro_batch in saved:
         for x in reversed(micro_batch):
-            b.use(x, 1)
+            b.use(x)
             hook_came()
-            b.op("aten::mm_backward", 2, BACKWARD, 2 * op_us)
+            b.op("aten::mm_backward", BACKWARD, 2 * op_us)
             b.dies(x)
     return b.finish(fingerprint=0x61BE)
 
@@ -147,7 +147,7 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
         us = random.choice((0.0, random.random() * max_us))
         name = random.choice(("aten::mm", "aten::add", "aten::gelu"))
         inner_bytes = b.num_ticks % 3 * 512 * random.randrange(1, 100)
-        b.op(name, random.getrandbits(64), phase, us, reads=reads, writes=writes, inner_bytes=inner_bytes)
+        b.op(name, phase, us, reads=reads, writes=writes, inner_bytes=inner_bytes)
 
     def hooked() -> None:
         if waiting and random.random() < 0.8:
@@ -160,7 +160,7 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
             known.append(x)
             op(FORWARD, writes=(x,))
             for _ in range(random.choice((1, 1, 2))):
-                b.save(x, random.getrandbits(64))
+                b.save(x)
                 hooked()
             waiting.append(x)
             alive.append(x)
@@ -169,7 +169,7 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
                 op(FORWARD, writes=(t,))
                 b.dies(t)
             if random.random() < 0.3:
-                b.save(-1, random.getrandbits(64))
+                b.save(-1)
                 hooked()
             if random.random() < 0.8:
                 b.released(random.choice(alive))
@@ -180,7 +180,7 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
             if random.random() < 0.1:
                 continue
             for _ in range(random.choice((1, 1, 1, 2))):
-                b.use(x, random.getrandbits(64))
+                b.use(x)
                 hooked()
                 t = b.tensor(random.randrange(50_000))
                 op(BACKWARD, writes=(t,))

@@ -54,19 +54,19 @@ def used_again(random: Random, most: int = 10) -> Trace:
             b.sendable(fresh.pop(), b.num_hooks - 1)
 
     def op(phase: StepPhase, writes: Sequence[int] = ()) -> None:
-        b.op("aten::mm", 1, phase, random.choice((0.0, random.random() * 60)), writes=writes)
+        b.op("aten::mm", phase, random.choice((0.0, random.random() * 60)), writes=writes)
 
     saved = []
     for _ in range(random.randint(2, most)):
         x = b.tensor(random.randrange(1, 60_000), TensorKind.ACTIVATION)
         op(FORWARD, (x,))
-        b.save(x, 1)
+        b.save(x)
         hooked()
         fresh.append(x)
         saved.append(x)
         if random.random() < 0.8:
             b.released(x)
-    b.save(-1, 1)
+    b.save(-1)
     hooked()
     rounds = random.choice((2, 2, 3))
     for n in range(rounds):
@@ -74,7 +74,7 @@ def used_again(random: Random, most: int = 10) -> Trace:
         if random.random() < 0.3:
             random.shuffle(order)
         for x in order:
-            hook = b.use(x, 1)
+            hook = b.use(x)
             t = b.tensor(random.randrange(20_000))
             op(BACKWARD, (t,))
             if random.random() < 0.8:
@@ -125,21 +125,21 @@ def two_rounds() -> Trace:
     """Storage 0, of 4096 bytes, is saved at hook 0 and used at hooks 3 and 6; it is idle at 2, and at 5."""
     b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
     x = b.tensor(4096, TensorKind.ACTIVATION)
-    b.op("aten::mm", 1, FORWARD, 10.0, writes=(x,))
-    b.save(x, 1)
+    b.op("aten::mm", FORWARD, 10.0, writes=(x,))
+    b.save(x)
     b.released(x)
     for _ in range(2):
-        b.save(-1, 1)
+        b.save(-1)
         b.sendable(x, 1)
-        b.op("aten::mm", 1, FORWARD, 10.0)
+        b.op("aten::mm", FORWARD, 10.0)
     for use in range(2):
-        hook = b.use(x, 1)
-        b.op("aten::mm", 2, BACKWARD, 10.0)
+        hook = b.use(x)
+        b.op("aten::mm", BACKWARD, 10.0)
         if use == 0:
             b.released_after(hook)
             for _ in range(2):
-                b.use(-1, 1)
-                b.op("aten::mm", 2, BACKWARD, 10.0)
+                b.use(-1)
+                b.op("aten::mm", BACKWARD, 10.0)
     b.dies(x)
     return b.finish(7)
 
@@ -270,13 +270,13 @@ def test_a_recorder_notes_until_when_what_was_used_is_held(sim: cm.SimDevice) ->
             x = torch.ones(16, 16)  # tick 0
             storage = x.untyped_storage()
             traced = recorder.add_claim(storage)
-            recorder.on_save([traced], 1)  # 1
+            recorder.on_save([traced])  # 1
             y = x.exp()  # 2
             del x
             recorder.sendable(traced)
 
             def used() -> Tensor:
-                recorder.on_use([traced], 2)
+                recorder.on_use([traced])
                 with recorder.paused():
                     recorder.restored(traced, storage)
                     return torch.empty(0).set_(storage, 0, (16, 16), (16, 1))
@@ -288,7 +288,7 @@ def test_a_recorder_notes_until_when_what_was_used_is_held(sim: cm.SimDevice) ->
             y = y.exp()  # 6
             held = used()  # 7
             y = y * held  # 8: held until it is used again
-            recorder.on_use([traced], 2)  # 9: by somebody of whom nobody tells what he was given
+            recorder.on_use([traced])  # 9: by somebody of whom nobody tells what he was given
             del held
             y.exp()  # 10
             recorder.retired(traced)

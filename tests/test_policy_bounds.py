@@ -42,17 +42,17 @@ def two_saved() -> Trace:
     saved = []
     for us in (40.0, 10.0):
         x = t.tensor(100 * KIB, TensorKind.ACTIVATION)
-        t.op("aten::mm", 1, StepPhase.FORWARD, us, writes=(x,))
+        t.op("aten::mm", StepPhase.FORWARD, us, writes=(x,))
         t.released(x)
-        t.save(x, 1)
-        t.sendable(x, t.save(-1, 1))
+        t.save(x)
+        t.sendable(x, t.save(-1))
         saved.append(x)
-    t.op("aten::mm", 2, StepPhase.FORWARD, 50.0)
+    t.op("aten::mm", StepPhase.FORWARD, 50.0)
     for x in reversed(saved):
-        t.op("aten::mm", 3, StepPhase.BACKWARD, 60.0)
-        t.use(x, 1)
+        t.op("aten::mm", StepPhase.BACKWARD, 60.0)
+        t.use(x)
         t.dies(x)
-    t.op("aten::mm", 4, StepPhase.BACKWARD, 20.0)
+    t.op("aten::mm", StepPhase.BACKWARD, 20.0)
     return t.finish()
 
 
@@ -267,6 +267,6 @@ def test_recomputation_of_micro_batches_keeps_them_apart() -> None:
 
 def test_a_step_in_which_nothing_is_saved_has_nothing_to_recompute() -> None:
     t = TraceBuilder(device="d", simulated=True, start_bytes=KIB)
-    t.op("aten::mm", 1, StepPhase.OPTIMIZER, 5.0)
+    t.op("aten::mm", StepPhase.OPTIMIZER, 5.0)
     result = full_recomputation(t.finish())
     assert (result.segments, result.peak_bytes, result.step_us, result.recomputed_us) == (1, KIB, 5.0, 0.0)

@@ -20,13 +20,13 @@ FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 def test_an_idle_input_counts_with_the_inputs() -> None:
     b = TraceBuilder(device="d", simulated=True, start_bytes=2 * KIB)
     x = b.tensor(2 * KIB, TensorKind.INPUT, born=-1)
-    b.save(x, 1)
+    b.save(x)
     b.released(x)
-    b.sendable(x, b.save(-1, 1))
+    b.sendable(x, b.save(-1))
     t = b.tensor(4 * KIB)
-    b.op("aten::mm", 1, FORWARD, 1.0, writes=(t,))
+    b.op("aten::mm", FORWARD, 1.0, writes=(t,))
     b.dies(t)
-    b.use(x, 1)
+    b.use(x)
     b.dies(x)
     trace = b.finish()
     assert peak_memory(trace).by_kind == {TensorKind.INPUT: 2 * KIB, TensorKind.TEMPORARY: 4 * KIB}
@@ -46,7 +46,7 @@ def test_a_step_in_which_nothing_happens() -> None:
 def test_storages_that_the_allocator_did_not_count_at_the_start_are_counted() -> None:
     b = TraceBuilder(device="d", simulated=True, start_bytes=0)
     b.tensor(KIB, TensorKind.PARAMETER, born=-1)
-    b.op("aten::mm", 1, FORWARD, 1.0)
+    b.op("aten::mm", FORWARD, 1.0)
     assert memory_curve(b.finish()).tolist() == [KIB]
 
 

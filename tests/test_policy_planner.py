@@ -67,20 +67,20 @@ def stack(random: Random, most: int) -> Trace:
         held, saved = [], []
         for _ in range(max(1, count // parts)):
             x = b.tensor(512 * random.randint(1, 100), TensorKind.ACTIVATION)
-            b.op("aten::mm", 1, FORWARD, us(), writes=(x,))
-            b.save(x, 1)
+            b.op("aten::mm", FORWARD, us(), writes=(x,))
+            b.save(x)
             hooked()
             fresh.append(x)
             saved.append(x)
             if random.random() < 0.4:
                 t = b.tensor(random.randrange(30_000))
-                b.op("aten::add", 2, FORWARD, us(), writes=(t,))
+                b.op("aten::add", FORWARD, us(), writes=(t,))
                 b.dies(t)
             if random.random() < 0.7:
                 b.released(x)
             else:
                 held.append(x)
-        b.op("aten::loss", 3, FORWARD, us())
+        b.op("aten::loss", FORWARD, us())
         for x in held:
             b.released(x)
         order = saved[::-1]
@@ -88,10 +88,10 @@ def stack(random: Random, most: int) -> Trace:
             i, j = random.randrange(len(order)), random.randrange(len(order))
             order[i], order[j] = order[j], order[i]
         for x in order:
-            b.use(x, 1)
+            b.use(x)
             hooked()
             t = b.tensor(random.randrange(30_000))
-            b.op("aten::mm_backward", 2, BACKWARD, 2 * us(), writes=(t,))
+            b.op("aten::mm_backward", BACKWARD, 2 * us(), writes=(t,))
             b.dies(t)
             b.dies(x)
     return b.finish(fingerprint=7)
@@ -152,16 +152,16 @@ def test_a_step_in_which_nothing_happens() -> None:
 def test_a_peak_that_is_not_in_activations_is_said_to_be_so() -> None:
     b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
     x = b.tensor(512, TensorKind.ACTIVATION)
-    b.op("aten::mm", 1, FORWARD, 1.0, writes=(x,))
+    b.op("aten::mm", FORWARD, 1.0, writes=(x,))
     b.released(x)
-    b.save(x, 1)
-    b.save(-1, 1)
+    b.save(x)
+    b.save(-1)
     b.sendable(x, 1)
-    b.use(x, 1)
-    b.op("aten::mm_backward", 1, BACKWARD, 1.0)
+    b.use(x)
+    b.op("aten::mm_backward", BACKWARD, 1.0)
     b.dies(x)
     b.tensor(1 << 20, TensorKind.OPTIMIZER)
-    b.op("aten::_fused_adamw_", 1, StepPhase.OPTIMIZER, 1.0, inner_bytes=1 << 18)
+    b.op("aten::_fused_adamw_", StepPhase.OPTIMIZER, 1.0, inner_bytes=1 << 18)
     with pytest.raises(
         InfeasibleBudget, match=r"1.00 MiB optimizer state, 256.0 KiB inside operators\. The peak is not in activations at all"
     ):
@@ -198,10 +198,10 @@ def test_the_parts_of_an_infeasible_budget_add_up_to_the_peak(seed: int) -> None
 def test_the_largest_storages_are_named_by_operator_module_and_line() -> None:
     b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
     x = b.tensor(2 << 20, TensorKind.ACTIVATION)
-    b.op("aten::mm.out", 1, FORWARD, 1.0, writes=(x,))
-    b.save(x, 1)
-    b.use(x, 1)
-    b.op("aten::mm_backward", 1, BACKWARD, 1.0, writes=(b.tensor(3 << 20),), inner_bytes=1 << 20)
+    b.op("aten::mm.out", FORWARD, 1.0, writes=(x,))
+    b.save(x)
+    b.use(x)
+    b.op("aten::mm_backward", BACKWARD, 1.0, writes=(b.tensor(3 << 20),), inner_bytes=1 << 20)
     trace = replace(b.finish(), places={0: SavePlace("blocks.3", "train.py:12")})
     here = "in blocks.3 at train.py:12"
     expected = [
@@ -340,17 +340,17 @@ def test_a_copy_back_begins_no_later_than_its_use() -> None:
     saved = []
     for _ in range(3):
         x = b.tensor(4096, TensorKind.ACTIVATION)
-        b.op("aten::mm", 1, FORWARD, 1e9, writes=(x,))
+        b.op("aten::mm", FORWARD, 1e9, writes=(x,))
         b.released(x)
-        b.save(x, 1)
+        b.save(x)
         b.sendable(x, b.num_hooks)
         saved.append(x)
-    b.save(-1, 1)
-    b.op("aten::mm", 2, FORWARD, 1e9)
+    b.save(-1)
+    b.op("aten::mm", FORWARD, 1e9)
     for x in reversed(saved):
-        b.use(x, 1)
-        b.op("aten::view", 3, BACKWARD, 0.0)
-        b.use(-1, 1)
+        b.use(x)
+        b.op("aten::view", BACKWARD, 0.0)
+        b.use(-1)
         b.dies(x)
     trace = b.finish()
     cost = LinkCost(d2h_gbps=1e12, h2d_gbps=1e12, duplex_gbps=1e12, copy_us=0.0)

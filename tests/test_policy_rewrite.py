@@ -40,21 +40,21 @@ class Step:
     def op(self, name: str, *reads: int, kib: int = 4, writes: tuple[int, ...] | None = None, us: float = 10.0) -> int:
         """Add an operator with one result of `kib` KiB, unless it writes storages. Return its first written storage."""
         out = writes if writes is not None else (self.b.tensor(kib * KIB),)
-        self.b.op(f"aten::{name}", 0, FORWARD, us, reads=reads, writes=out)
+        self.b.op(f"aten::{name}", FORWARD, us, reads=reads, writes=out)
         return out[0]
 
     def save(self, x: int) -> int:
         """Save `x`. At the next hook, for something else, it is sendable and has no other holder."""
         self.b.kind(x, TensorKind.ACTIVATION)
-        self.b.save(x, 0)
+        self.b.save(x)
         self.b.released(x)
-        self.b.sendable(x, self.b.save(-1, 0))
+        self.b.sendable(x, self.b.save(-1))
         return x
 
     def use(self, x: int, *, dies: bool = True) -> int:
         """Use `x` in an operator of backward. Returns the hook's number."""
-        hook = self.b.use(x, 0)
-        self.b.op("aten::mul_backward", 0, BACKWARD, 10.0, reads=(x,))
+        hook = self.b.use(x)
+        self.b.op("aten::mul_backward", BACKWARD, 10.0, reads=(x,))
         if dies:
             self.b.dies(x)
         return hook
@@ -153,7 +153,7 @@ def test_what_is_written_before_the_recomputation_is_no_input(when: str) -> None
     if when == "before":
         s.op("add_", s.w, writes=(s.w,))
     s.use(y)
-    s.b.op("aten::add_", 0, StepPhase.OPTIMIZER, 1.0, reads=(s.w,), writes=(s.w,))
+    s.b.op("aten::add_", StepPhase.OPTIMIZER, 1.0, reads=(s.w,), writes=(s.w,))
     assert bool(Recipes.of(s.finish(), None).can_drop[y]) is (when == "after the use")
 
 
@@ -258,22 +258,22 @@ def test_a_held_storage_lives_until_the_recomputation_and_may_be_swapped() -> No
 def test_a_held_storage_is_known_by_its_last_write_even_if_nobody_can_recompute_it() -> None:
     """The operator that made `x` reads a storage that is written later, so that `x` has to be held."""
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
-    b.save(-1, 0)
+    b.save(-1)
     changed = b.tensor(512)
-    b.op("aten::mul.Tensor", 0, StepPhase.FORWARD, 1.0, writes=(changed,))
+    b.op("aten::mul.Tensor", StepPhase.FORWARD, 1.0, writes=(changed,))
     x = b.tensor(512)
-    b.op("aten::mul.Tensor", 0, StepPhase.FORWARD, 1.0, reads=(changed,), writes=(x,))
-    b.op("aten::add_.Tensor", 0, StepPhase.FORWARD, 1.0, reads=(changed,), writes=(changed,))
+    b.op("aten::mul.Tensor", StepPhase.FORWARD, 1.0, reads=(changed,), writes=(x,))
+    b.op("aten::add_.Tensor", StepPhase.FORWARD, 1.0, reads=(changed,), writes=(changed,))
     y = b.tensor(4096, TensorKind.ACTIVATION)
-    b.op("aten::gelu", 0, StepPhase.FORWARD, 1.0, reads=(x,), writes=(y,))
-    b.save(y, 0)
+    b.op("aten::gelu", StepPhase.FORWARD, 1.0, reads=(x,), writes=(y,))
+    b.save(y)
     b.released(y)
-    b.save(-1, 0)
+    b.save(-1)
     b.sendable(y, 2)
     b.dies(x)
-    b.save(-1, 0)
-    b.use(y, 0)
-    b.op("aten::gelu_backward", 0, StepPhase.BACKWARD, 1.0, reads=(y,))
+    b.save(-1)
+    b.use(y)
+    b.op("aten::gelu_backward", StepPhase.BACKWARD, 1.0, reads=(y,))
     b.dies(y)
     trace = b.finish()
     recipes = Recipes.of(trace, None)
@@ -288,7 +288,7 @@ def test_what_is_not_held_is_recomputed_though_it_is_there() -> None:
     x = s.op("mul", s.w)
     y = s.save(s.op("gelu", x))
     s.b.dies(x)
-    s.b.save(-1, 0)
+    s.b.save(-1)
     hook = s.use(y)
     trace = s.finish()
     assert ran(recomputed(trace, [y])) == [(hook, (0, 1), (y,), ())]
@@ -300,9 +300,9 @@ def test_what_is_held_must_be_the_sessions_alone_before_anything_is_dropped_for_
     s = Step()
     x = s.op("mul", s.w)
     y = s.save(s.op("gelu", x))
-    s.b.save(-1, 0)
+    s.b.save(-1)
     s.b.dies(x)
-    alone = s.b.save(-1, 0)
+    alone = s.b.save(-1)
     hook = s.use(y)
     trace = s.finish()
     recipes = Recipes.of(trace, None)
@@ -324,7 +324,7 @@ def test_what_is_held_must_be_the_sessions_alone_before_anything_is_dropped_for_
     y = s.save(s.op("gelu", x))
     hook = s.use(y)
     s.b.op(
-        "aten::mul_backward", 0, BACKWARD, 10.0, reads=(x,)
+        "aten::mul_backward", BACKWARD, 10.0, reads=(x,)
     )  # no hook saved it, and backward reads it: it was too small to move
     s.b.dies(x)
     trace = s.finish()
@@ -340,7 +340,7 @@ def test_a_large_input_that_others_may_write_is_no_source() -> None:
         y = s.save(s.op("mul", s.w, book))
         s.use(y)
         if in_backward:
-            s.b.op("aten::mul_backward", 0, BACKWARD, 10.0, reads=(book,))
+            s.b.op("aten::mul_backward", BACKWARD, 10.0, reads=(book,))
         assert bool(Recipes.of(s.finish(), None).can_drop[y]) is expected
 
 
@@ -362,12 +362,12 @@ def test_what_is_needed_before_it_could_be_dropped_is_not() -> None:
     """Its only recomputation would be at the hook after which nothing else holds it."""
     s = Step()
     x = s.op("mm", s.w)
-    s.b.save(x, 0)
+    s.b.save(x)
     y = s.save(s.op("gelu", x))
     s.b.sendable(x, 1)
     hook = s.use(y)
     s.b.released(x)
-    s.b.save(-1, 0)
+    s.b.save(-1)
     s.use(x)
     recipes = Recipes.of(s.finish(), None)
     rewritten = RewrittenTrace.of(recipes, [x, y], [])

@@ -13,7 +13,7 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
-from chameleon_mm.record.step_log import UNMOVABLE, EventTimes, PricedTimes, content_of, describe_tensor
+from chameleon_mm.record.step_log import UNMOVABLE, EventTimes, PricedTimes
 from chameleon_mm.tools.demo import GPT, GPTConfig
 from tests._fakes import refusing
 from tests._trace_records import hooks_of, ops_of, tensors_of
@@ -45,7 +45,7 @@ def test_a_claim_that_ends_unused_ends_the_storage(sim: SimDevice) -> None:
             storage: torch.UntypedStorage | None = x.untyped_storage()
             traced = recorder.add_claim(x.untyped_storage())
             assert recorder.add_claim(x.untyped_storage()) is traced
-            recorder.on_save([traced], 0)
+            recorder.on_save([traced])
             del x
             square()  # tick 2
             storage = None  # swapped out
@@ -67,11 +67,11 @@ def test_a_storage_that_dies_under_its_claim_is_released_then(sim: SimDevice) ->
         with recorder:
             x = square()  # tick 0
             traced = recorder.add_claim(x.untyped_storage())
-            recorder.on_save([traced], 0)  # 1
+            recorder.on_save([traced])  # 1
             square()  # 2
             del x
             square()  # 3
-            recorder.on_use([traced], 0)
+            recorder.on_use([traced])
         trace = recorder.finish()
     record = tensors_of(trace)[traced.number]
     assert (record.released, record.dies) == (2, trace.num_ticks)
@@ -84,10 +84,10 @@ def test_what_is_held_until_its_use_is_never_released(sim: SimDevice) -> None:
             x = square()
             view = x[2:]
             traced = recorder.add_claim(x.untyped_storage())
-            recorder.on_save([traced], 0)
+            recorder.on_save([traced])
             del x
             square()
-            recorder.on_use([traced], 0)
+            recorder.on_use([traced])
             del view
             square()
         trace = recorder.finish()
@@ -101,8 +101,8 @@ def test_one_call_of_autograd_is_one_tick_whatever_was_taken_apart(sim: SimDevic
             a, b = square(), square()
             one, two = recorder.add_claim(a.untyped_storage()), recorder.add_claim(b.untyped_storage())
             for saved in ([one, two], [one, None], [one, one], [None], []):
-                recorder.on_save(saved, 0)
-                recorder.on_use(saved, 0)
+                recorder.on_save(saved)
+                recorder.on_use(saved)
         trace = recorder.finish()
     expected = [UNMOVABLE, one.number, one.number, UNMOVABLE, UNMOVABLE]
     assert [hook.tensor for hook in hooks_of(trace) if not hook.use] == expected
@@ -122,9 +122,9 @@ def test_another_recorders_storages_are_nobodys(sim: SimDevice) -> None:
             mine = recorder.add_claim(other.untyped_storage())
             recorder.sendable(stale)
             recorder.restored(stale, other.untyped_storage())
-            recorder.on_use([stale], 0)
+            recorder.on_use([stale])
             recorder.retired(stale)
-            recorder.on_use([stale, mine], 0)
+            recorder.on_use([stale, mine])
         trace = recorder.finish()
     assert [hook.tensor for hook in hooks_of(trace)] == [UNMOVABLE, mine.number]
     assert len(tensors_of(trace)) == 1
@@ -257,10 +257,10 @@ class Swapper(torch.autograd.graph.saved_tensors_hooks):
         def on_save(t: Tensor) -> _Held | Tensor:
             drop()
             if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
-                recorder.on_save([], content_of(describe_tensor(t)))
+                recorder.on_save([])
                 return t
             saved = _Held(recorder, t)
-            recorder.on_save([saved.traced], content_of(describe_tensor(t)))
+            recorder.on_save([saved.traced])
             held.append(saved)
             counts.append(1)
             return saved
@@ -268,9 +268,9 @@ class Swapper(torch.autograd.graph.saved_tensors_hooks):
         def on_use(saved: _Held | Tensor) -> Tensor:
             drop()
             if isinstance(saved, Tensor):
-                recorder.on_use([], content_of(describe_tensor(saved)))
+                recorder.on_use([])
                 return saved
-            recorder.on_use([saved.traced], saved.feature)
+            recorder.on_use([saved.traced])
             with recorder.paused(), torch.no_grad():
                 ref = back.get(saved.traced.number)
                 storage = None if ref is None else ref()
@@ -290,7 +290,7 @@ class _Held:
         self.storage: torch.UntypedStorage | None = t.untyped_storage()
         self.host: torch.UntypedStorage | None = None
         self.traced = recorder.add_claim(self.storage)
-        self.feature, self.dtype = content_of(describe_tensor(t)), t.dtype
+        self.dtype = t.dtype
         self.geometry = (int(t.storage_offset()), t.shape, t.stride())
 
     def __del__(self) -> None:
@@ -318,7 +318,7 @@ def test_a_step_recorded_under_swapping_is_the_step_without() -> None:
             return recorder.finish()
 
     plain, swapped = record(swapping=False), record(swapping=True)
-    columns = ("op_name", "op_content", "op_phase", "op_tick", "read_tensors", "write_tensors", "tensor_bytes", "tensor_kind",
+    columns = ("op_name", "op_phase", "op_tick", "read_tensors", "write_tensors", "tensor_bytes", "tensor_kind",
                "tensor_born", "tensor_dies", "tensor_released", "hook_tick", "hook_use", "hook_tensor")  # fmt: skip
     assert [column for column in columns if getattr(plain, column).tolist() != getattr(swapped, column).tolist()] == []
     assert plain.start_bytes == swapped.start_bytes
@@ -426,7 +426,7 @@ def test_a_fake_step_is_the_real_one() -> None:
         fake = step(model, x, Recorder(elsewhere, model=model, times=PricedTimes(elsewhere.cost.kernel_us)))
     assert elsewhere.peak_allocated_bytes() == 0
     assert [op.name for op in ops_of(fake)] == [op.name for op in ops_of(real)]
-    for column in ("op_content", "op_phase", "op_tick", "read_tensors", "write_tensors", "tensor_bytes", "tensor_kind",
+    for column in ("op_phase", "op_tick", "read_tensors", "write_tensors", "tensor_bytes", "tensor_kind",
                    "tensor_born", "tensor_dies", "tensor_released", "tensor_sendable", "hook_tick", "hook_tensor"):  # fmt: skip
         assert getattr(fake, column).tolist() == getattr(real, column).tolist(), column
     assert fake.start_bytes == real.start_bytes

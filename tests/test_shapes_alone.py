@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from chameleon_mm.record import step_log
 from chameleon_mm.tools.shape_operators import ShapesAlone
 
 Program = Callable[[], Any]
@@ -108,15 +107,3 @@ def test_another_default_dtype_is_another_kind() -> None:
         finally:
             torch.set_default_dtype(torch.float32)
     assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
-
-
-def test_arguments_have_one_kind_if_they_have_one_description() -> None:
-    values: list[Any] = [
-        torch.empty(2, 3), torch.empty(3, 2).t(), torch.empty(2, 3, dtype=torch.int32), torch.empty(2, 3).to_sparse(),
-        1, True, 1.0, "1", None, [1], [True], (1, 2), torch.Size((1, 2)), [[1], 2], {}, {"a": 1}, {"a": 1.0}, torch.float32, [],
-    ]  # fmt: skip
-    for one in values:
-        for other in values:
-            same_text = step_log._describe(one) == step_log._describe(other)
-            if type(one) is type(other):  # an argument has one type: torch's schemas say so
-                assert (step_log._kind(one) == step_log._kind(other)) is same_text, (one, other)

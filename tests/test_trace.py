@@ -31,15 +31,15 @@ def small() -> Trace:
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=512)
     w = b.tensor(100, TensorKind.PARAMETER, born=-1)
     x = b.tensor(1000, TensorKind.ACTIVATION)
-    b.op("aten::mm", 7, StepPhase.FORWARD, 10.0, reads=(w,), writes=(x,))
-    b.save(x, 70)
+    b.op("aten::mm", StepPhase.FORWARD, 10.0, reads=(w,), writes=(x,))
+    b.save(x)
     y = b.tensor(2000)
-    op = b.op("aten::add", 8, StepPhase.FORWARD, 0.0, reads=(x, w), writes=(y,), inner_bytes=1024)
+    op = b.op("aten::add", StepPhase.FORWARD, 0.0, reads=(x, w), writes=(y,), inner_bytes=1024)
     b.set_duration(op, 20.0)
     b.released(x)
     b.dies(y)
-    b.sendable(x, b.use(x, 71))
-    b.op("aten::mm", 7, StepPhase.BACKWARD, 30.0, reads=(x,), writes=())
+    b.sendable(x, b.use(x))
+    b.op("aten::mm", StepPhase.BACKWARD, 30.0, reads=(x,), writes=())
     b.dies(x)
     return b.finish(0xF1)
 
@@ -47,13 +47,11 @@ def small() -> Trace:
 def test_records_are_what_the_builder_was_told() -> None:
     trace = small()
     assert ops_of(trace) == [
-        OpRecord(
-            tick=tick, name=name, content=content, phase=phase, duration_us=us, reads=reads, writes=writes, inner_bytes=inner
-        )
-        for tick, name, content, phase, us, reads, writes, inner in (
-            (0, "aten::mm", 7, StepPhase.FORWARD, 10.0, (0,), (1,), 0),
-            (2, "aten::add", 8, StepPhase.FORWARD, 20.0, (1, 0), (2,), 1024),
-            (4, "aten::mm", 7, StepPhase.BACKWARD, 30.0, (1,), (), 0),
+        OpRecord(tick=tick, name=name, phase=phase, duration_us=us, reads=reads, writes=writes, inner_bytes=inner)
+        for tick, name, phase, us, reads, writes, inner in (
+            (0, "aten::mm", StepPhase.FORWARD, 10.0, (0,), (1,), 0),
+            (2, "aten::add", StepPhase.FORWARD, 20.0, (1, 0), (2,), 1024),
+            (4, "aten::mm", StepPhase.BACKWARD, 30.0, (1,), (), 0),
         )
     ]
     assert tensors_of(trace) == [
@@ -62,8 +60,8 @@ def test_records_are_what_the_builder_was_told() -> None:
         TensorRecord(nbytes=2000, kind=TensorKind.TEMPORARY, born=2, released=NEVER, sendable=NEVER, dies=2),
     ]
     assert hooks_of(trace) == [
-        HookRecord(tick=1, use=False, tensor=1, feature=70),
-        HookRecord(tick=3, use=True, tensor=1, feature=71),
+        HookRecord(tick=1, use=False, tensor=1),
+        HookRecord(tick=3, use=True, tensor=1),
     ]
     assert trace.op_names == ("aten::mm", "aten::add")
     assert (trace.num_ticks, trace.duration_us, trace.fingerprint) == (5, 60.0, 0xF1)
@@ -104,17 +102,17 @@ def first_step(*, made: bool = True) -> Trace:
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=8192 + (0 if made else 4096 + 512))
     parameter, old = b.tensor(4000, TensorKind.PARAMETER, born=-1), b.tensor(100, TensorKind.OPTIMIZER, born=-1)
     t = b.tensor(3000)
-    b.op("aten::mm", 1, StepPhase.FORWARD, 1.0, reads=(parameter,), writes=(t,))
+    b.op("aten::mm", StepPhase.FORWARD, 1.0, reads=(parameter,), writes=(t,))
     gradient = b.tensor(4000, TensorKind.GRADIENT)
-    b.op("aten::mm", 2, StepPhase.BACKWARD, 1.0, reads=(t,), writes=(gradient,))
+    b.op("aten::mm", StepPhase.BACKWARD, 1.0, reads=(t,), writes=(gradient,))
     b.dies(t)
     moments = [b.tensor(nbytes, TensorKind.OPTIMIZER, born=None if made else -1) for nbytes in (4000, 1)]
     if made:
-        b.op("aten::add_", 3, StepPhase.OPTIMIZER, 1.0, reads=(old, gradient), writes=moments, inner_bytes=2048)
+        b.op("aten::add_", StepPhase.OPTIMIZER, 1.0, reads=(old, gradient), writes=moments, inner_bytes=2048)
     short = b.tensor(700, TensorKind.OPTIMIZER)
-    b.op("aten::sqrt", 4, StepPhase.OPTIMIZER, 1.0, writes=(short,), inner_bytes=512)
+    b.op("aten::sqrt", StepPhase.OPTIMIZER, 1.0, writes=(short,), inner_bytes=512)
     b.dies(short)
-    b.op("aten::add_", 5, StepPhase.OPTIMIZER, 1.0, writes=(parameter,))
+    b.op("aten::add_", StepPhase.OPTIMIZER, 1.0, writes=(parameter,))
     return b.finish(1)
 
 
@@ -151,12 +149,12 @@ def test_what_only_made_state_is_not_in_later_steps() -> None:
 def test_what_a_dropped_operator_used_last_dies_before_it() -> None:
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
     t = b.tensor(1000, TensorKind.ACTIVATION)
-    b.op("aten::mm", 1, StepPhase.FORWARD, 1.0, writes=(t,))
-    b.save(t, 7)
+    b.op("aten::mm", StepPhase.FORWARD, 1.0, writes=(t,))
+    b.save(t)
     moment = b.tensor(1000, TensorKind.OPTIMIZER)
-    b.op("aten::zeros_like", 2, StepPhase.OPTIMIZER, 1.0, reads=(t,), writes=(moment,))
+    b.op("aten::zeros_like", StepPhase.OPTIMIZER, 1.0, reads=(t,), writes=(moment,))
     b.dies(t)
-    b.op("aten::add_", 3, StepPhase.OPTIMIZER, 1.0, writes=(moment,))
+    b.op("aten::add_", StepPhase.OPTIMIZER, 1.0, writes=(moment,))
     made = without_making(b.finish(1), STATE)
     assert [op.name for op in ops_of(made)] == ["aten::mm", "aten::add_"]
     assert [op.tick for op in ops_of(made)] == [0, 2]

@@ -27,7 +27,7 @@ from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import FIXED_STORAGE, NEW_STORAGE
 from chameleon_mm.plan.unswapped_memory import place_at
 from chameleon_mm.pool.pool import PinnedPool
-from chameleon_mm.record.light_profiler import EARLIER_STEP, LatestHook, LightProfiler, feature_hash
+from chameleon_mm.record.light_profiler import EARLIER_STEP, LatestHook, LightProfiler
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.director import Director, GrowthSoFar
@@ -207,7 +207,7 @@ class PlanFollower(Director):
             self._recorder.sendable(*(over.slot.traced for over in finished))
             if first and saved is not None and saved.part is None and saved.device is not None:
                 saved.slot.note_traced(self._recorder.add_claim(saved.device))
-            self._recorder.on_save([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
+            self._recorder.on_save([None if saved is None else saved.slot.traced])
         self._locate(hook, expected=expected)
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
@@ -225,7 +225,7 @@ class PlanFollower(Director):
         expected = self.light.used(save)
         if self._recorder is not None:
             self._recorder.sendable(*(over.slot.traced for over in finished))
-            self._recorder.on_use([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
+            self._recorder.on_use([None if saved is None else saved.slot.traced])
         self._locate(hook, expected=expected)
 
     def due(self) -> Sequence[Row]:

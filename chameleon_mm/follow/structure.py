@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from chameleon_mm.plan.trace import FIXED_STORAGE, Bools, Float64s, Int64s, Trace, with_extra, with_gradients_kept, with_spikes
-from chameleon_mm.record.light_profiler import Feature, StepRecord, feature_hash, outline, resized, sizes_of
+from chameleon_mm.record.light_profiler import Feature, StepRecord, outline, resized, sizes_of
 from chameleon_mm.swap.recipe import Refusal
 from chameleon_mm.units import allocated_size
 
@@ -444,7 +444,6 @@ class Structure:
         before = base.tensor_born < 0
         more_bytes = int((allocated_size(tensor_bytes[before]) - allocated_size(base.tensor_bytes[before])).sum())
         moves: Bools = np.append(tensor_bytes >= self._min_bytes, False)
-        hashes = {id(feature): feature_hash(feature) for feature in record.features}
         return dataclasses.replace(
             base,
             fingerprint=record.fingerprint,
@@ -456,7 +455,6 @@ class Structure:
             op_back_bytes=self._back_bytes.at(values, proportions),
             op_us=_interpolated(self._works, self._times, work_bytes) * self._slowdown(work_bytes),
             hook_tensor=np.where(moves[base.hook_tensor], base.hook_tensor, np.int32(-1)).astype(np.int32),
-            hook_feature=np.array([hashes[id(feature)] for feature in record.features], np.uint64),
         )
 
     # --- lessons of one step for others

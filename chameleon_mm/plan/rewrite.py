@@ -256,14 +256,12 @@ class _Writer:
         self._finish_tensors(tensors, hook_of[:num_hooks])
         for name, values in again.items():
             tensors[name] = np.concatenate((tensors[name], np.array(values, np.int64)))
-        none = np.zeros(len(hooks), np.uint64)
         trace = Trace(
             device=old.device,
             simulated=old.simulated,
             start_bytes=old.start_bytes,
             op_names=old.op_names,
             op_name=old.op_name[op_from],
-            op_content=old.op_content[op_from],
             op_phase=phase,
             op_us=op_us[op_order],
             op_tick=op_tick[op_order].astype(np.int32),
@@ -281,7 +279,6 @@ class _Writer:
             hook_tensor=np.concatenate((old.hook_tensor, hooks[:, 0].astype(np.int32)))[hook_order],
             # In a step that recomputes, no storage is swapped between two uses: recomputations may read it.
             hook_released=np.full(len(hook_order), NEVER, np.int32),
-            hook_feature=np.concatenate((old.hook_feature, none))[hook_order],
             fingerprint=old.fingerprint,
         )
         return RewrittenTrace(

@@ -26,12 +26,11 @@ NEVER = -2
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Float64s = NDArray[np.float64]
-UInt64s = NDArray[np.uint64]
 UInt8s = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 
 _DTYPES: dict[object, type[np.generic]] = {
-    "Int64s": np.int64, "Int32s": np.int32, "Float64s": np.float64, "UInt64s": np.uint64, "UInt8s": np.uint8, "Bools": np.bool_,
+    "Int64s": np.int64, "Int32s": np.int32, "Float64s": np.float64, "UInt8s": np.uint8, "Bools": np.bool_,
 }  # fmt: skip
 
 
@@ -115,8 +114,6 @@ class Trace:
     op_names: tuple[str, ...]
     """Distinct names, which `op_name` refers to."""
     op_name: Int32s
-    op_content: UInt64s
-    """64-bit hash of the operator's name, its tensors' shapes, strides, dtypes, and plain arguments. Equal in every process."""
     op_phase: UInt8s
     op_us: Float64s
     """Time on the device, in us, until the next operator could begin, without stalls on copies."""
@@ -154,8 +151,6 @@ class Trace:
     """Number of the storage; -1: a storage that must not move (a parameter, a small storage)."""
     hook_released: Int32s
     """Like `tensor_released`, from this use until the storage's next use. NEVER: a save, or others held it until then."""
-    hook_feature: UInt64s
-    """64-bit hash of the light profiler's feature of this call. Comparable only within one process."""
 
     fingerprint: int = 0
     """Hash of the sequence of hook features, by the light profiler. Comparable only within one process."""
@@ -244,7 +239,6 @@ class TraceBuilder:
     def op(
         self,
         name: str,
-        content: int,
         phase: StepPhase,
         duration_us: float,
         *,
@@ -256,7 +250,7 @@ class TraceBuilder:
         """Add an operator that holds `inner_bytes` while it runs, and copies `link_bytes` (to host, from host). Returns its
         number."""
         number = self._names.setdefault(name, len(self._names))
-        self._add(op_tick=self.num_ticks, op_name=number, op_content=content, op_phase=phase, op_us=duration_us)
+        self._add(op_tick=self.num_ticks, op_name=number, op_phase=phase, op_us=duration_us)
         for kind, tensors in (("read", reads), ("write", writes)):
             column = self._columns[f"{kind}_tensors"]
             column.extend(tensors)
@@ -276,13 +270,13 @@ class TraceBuilder:
         """Set the time of operator number `op`, which is known only after it ran."""
         self._columns["op_us"][op] = duration_us
 
-    def save(self, tensor: int, feature: int) -> int:
+    def save(self, tensor: int) -> int:
         """Add a save of storage number `tensor`; -1: a storage that must not move. Returns the hook's number."""
-        return self._hook(tensor, feature, use=False)
+        return self._hook(tensor, use=False)
 
-    def use(self, tensor: int, feature: int) -> int:
+    def use(self, tensor: int) -> int:
         """Add a use of a saved storage. Returns the hook's number."""
-        return self._hook(tensor, feature, use=True)
+        return self._hook(tensor, use=True)
 
     def kind(self, tensor: int, kind: TensorKind) -> None:
         self._columns["tensor_kind"][tensor] = kind
@@ -310,8 +304,8 @@ class TraceBuilder:
         dies[dies == NEVER] = self.num_ticks
         return Trace(op_names=tuple(self._names), fingerprint=fingerprint, **self._given, **columns)
 
-    def _hook(self, tensor: int, feature: int, *, use: bool) -> int:
-        self._add(hook_tick=self.num_ticks, hook_use=use, hook_tensor=tensor, hook_released=NEVER, hook_feature=feature)
+    def _hook(self, tensor: int, *, use: bool) -> int:
+        self._add(hook_tick=self.num_ticks, hook_use=use, hook_tensor=tensor, hook_released=NEVER)
         return self.num_hooks - 1
 
     def _add(self, **row: float) -> None:

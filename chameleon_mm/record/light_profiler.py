@@ -48,11 +48,11 @@ that is a backward. Use: the operator, and the distance of its save from the pre
 """
 
 _UNSIGNED = (1 << 64) - 1
-"""Mask that turns Python's signed hashes into unsigned values for a trace's column."""
+"""Mask that turns Python's signed hashes into unsigned ones."""
 
 
 def feature_hash(feature: Feature) -> int:
-    """Return the hash of a feature as in a trace: unsigned 64-bit, comparable within this process."""
+    """Return the hash of a feature: unsigned 64-bit, comparable within this process."""
     # Even numbers, because -1 and -2 have equal hashes, and neighbouring features may differ only in these.
     return hash(tuple(2 * part if type(part) is int else part for part in feature)) & _UNSIGNED
 

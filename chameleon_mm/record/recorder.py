@@ -12,8 +12,8 @@ Calls by the hooks that swap, in this order:
                recorder.restored(traced, storage)    # new memory with its bytes: the same tensor of the trace
                with recorder.untimed(): ...          # around waits and kernels of swapping on compute
            traced = recorder.add_claim(storage)      # once per claim on a storage
-           recorder.on_save([traced], feature)       # once per hook call, also if a wrapper holds several tensors
-    use:   ... recorder.on_use([traced], feature)
+           recorder.on_save([traced])                # once per hook call, also if a wrapper holds several tensors
+    use:   ... recorder.on_use([traced])
     end:   recorder.retired(traced)                  # the claim has ended; any thread, at any time
 
 The recorder decides what to record and when to stop, and holds the lock. `StepLog` stores the step.
@@ -47,7 +47,7 @@ from chameleon_mm.errors import ChameleonError
 from chameleon_mm.plan.trace import SavePlace, Trace
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, DispatchState, StepMode, has_other_formula, is_on, leave
 from chameleon_mm.record.retry import OomRetry, ReclaimSome
-from chameleon_mm.record.step_log import UNMOVABLE, OpTimes, RunningRegion, StepLog, content_of, describe_tensor
+from chameleon_mm.record.step_log import UNMOVABLE, OpTimes, RunningRegion, StepLog
 from chameleon_mm.record.storages import TracedStorage
 
 # --- Path of the module whose forward runs, as in `named_modules`, and line of the program, read from the stack without hooks
@@ -328,21 +328,21 @@ class Recorder(StepMode):
         with self._lock:
             return self._log.add_claim(storage)
 
-    def on_save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
+    def on_save(self, saved: Iterable[TracedStorage | None]) -> int:
         """Record that autograd saved a tensor with these storages. Only a single one may move. Returns the hook's number."""
         if not self._sees_autograd():
             return NO_HOOK
         with self._lock:
-            hook = self._log.save(saved, feature)
+            hook = self._log.save(saved)
             self._places[hook] = self._module_names.here()
             return hook
 
-    def on_use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
+    def on_use(self, used: Iterable[TracedStorage | None]) -> int:
         """Record that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
         if not self._sees_autograd():
             return NO_HOOK
         with self._lock:
-            return self._log.use(used, feature)
+            return self._log.use(used)
 
     def sendable(self, *traced: TracedStorage | None) -> None:
         """Note that the operators that saved `traced` are over. Called by the running hook, before its `on_save` or `on_use`.
@@ -466,8 +466,8 @@ class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
     """Hooks that report each save and use on this thread, and in its backward, to `recorder`.
 
     Storages of at least `min_bytes` are recorded. For smaller storages, parameters, leaves and wrapper subclasses, the hook
-    call has no storage. The feature of a call is its tensor's shape, strides and dtype. Eager's check for in-place writes is
-    off inside, so record only a step that is known to be right. Raises the errors of `saved_tensors_hooks`.
+    call has no storage. Eager's check for in-place writes is off inside, so record only a step that is known to be right.
+    Raises the errors of `saved_tensors_hooks`.
     """
 
     @uncompiled
@@ -490,12 +490,11 @@ class _HookPair:
     def on_save(self, t: Tensor) -> _Handle:
         self._note_copyable()
         traced = self._claim(t) if self._may_move(t) else None
-        feature = content_of(describe_tensor(t))
-        self._recorder.on_save([traced], feature)
+        self._recorder.on_save([traced])
         with self._recorder.paused():
             # A new tensor, as `aliases` counts it; a result held by reference would keep its node, and so itself, alive.
             kept = t if t.is_leaf and traced is None else t.detach()
-            handle = _Handle(kept, traced, feature, self._recorder)
+            handle = _Handle(kept, traced, self._recorder)
         if traced is not None:
             traced.aliases += 1
         return handle
@@ -503,7 +502,7 @@ class _HookPair:
     @uncompiled
     def on_use(self, handle: _Handle) -> Tensor:
         self._note_copyable()
-        self._recorder.on_use([handle.traced], handle.feature)
+        self._recorder.on_use([handle.traced])
         return handle.tensor
 
     def _claim(self, t: Tensor) -> TracedStorage:
@@ -534,10 +533,10 @@ class _HookPair:
 class _Handle:
     """Handle that autograd holds, with the detached tensor, or with the tensor itself if it is a leaf without a claim."""
 
-    __slots__ = ("_recorder", "feature", "tensor", "traced")
+    __slots__ = ("_recorder", "tensor", "traced")
 
-    def __init__(self, tensor: Tensor, traced: TracedStorage | None, feature: int, recorder: Recorder) -> None:
-        self.tensor, self.traced, self.feature, self._recorder = tensor, traced, feature, recorder
+    def __init__(self, tensor: Tensor, traced: TracedStorage | None, recorder: Recorder) -> None:
+        self.tensor, self.traced, self._recorder = tensor, traced, recorder
 
     @uncompiled
     def __del__(self) -> None:

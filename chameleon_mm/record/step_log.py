@@ -2,10 +2,8 @@
 
     log = StepLog(device, model=model, optimizers=(), times=times)
     read, new = log.before(call); out = call.run(); log.after(call, read, new)      # a tick
-    log.save(traced, feature); log.use(traced, feature)                             # a tick each
+    log.save(traced); log.use(traced)                                               # a tick each
     trace = log.finish(fingerprint)
-
-    content = blake2b(name, each tensor's shape, strides and dtype, each plain argument)      # the same in every process
 
     kind of a storage, from model and optimizer: parameter, buffer, gradient of a parameter, optimizer state
     otherwise by its use in the step:
@@ -15,16 +13,14 @@
         made in the step: saved by autograd                  -> activation
                           else                               -> temporary
 
-Operators and hooks share one log: one builder numbers the ticks of both, and one table has their storages. A content hash
-covers no addresses, object ids or Python hashes, so traces of two processes can be compared.
+Operators and hooks share one log: one builder numbers the ticks of both, and one table has their storages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,9 +181,6 @@ UNMOVABLE = -1
 _FRESH = ("lift_fresh", "lift")
 """Operators whose input was just made, unseen by any dispatch mode, as in `torch.tensor`."""
 
-_PLAIN = (int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Size)
-"""Types whose `repr` is complete and equal in every process."""
-
 
 @dataclass(slots=True)
 class RunningRegion:
@@ -220,8 +213,6 @@ class StepLog:
         self._start_bytes = self._readings.allocated_bytes
         self.builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
         self.table = StorageTable(self.builder, allocated_bytes=self._start_bytes)
-        self._contents: dict[Hashable, int] = {}
-        """Hash of each operator's name and arguments, by kind. Computed once."""
         self.times = EventTimes(device) if times is None else times
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self.trained: list[weakref.ref[Tensor]] = []
@@ -250,19 +241,14 @@ class StepLog:
         # In a region: a name that no repeatable operator has.
         name = f"compiled::{call.facts.name}" if in_compiled_region() else call.func.name()
         writes, crossed = [traced.number for traced in written], call.link_bytes(self._device.owns)
-        op = self._op(name, (call.args, call.kwargs), (*read, *given), writes, inner_bytes=inner, link_bytes=crossed)
+        op = self._op(name, (*read, *given), writes, inner_bytes=inner, link_bytes=crossed)
         self._wrote(op, written)
         self.times.ran(op, call)
 
-    def _op(
-        self, name: str, given: Sequence[Any], read: Iterable[TracedStorage], writes: Sequence[int] = (), **more: Any
-    ) -> int:
-        """Record an operator called with the arguments `given`. `more`: arguments of the builder's `op`. Returns its number."""
-        kind = name, _kind(given)
-        if (content := self._contents.get(kind)) is None:
-            content = self._contents[kind] = content_of(f"{name}({', '.join(map(_describe, given))})")
+    def _op(self, name: str, read: Iterable[TracedStorage], writes: Sequence[int] = (), **more: Any) -> int:
+        """Record an operator. `more`: arguments of the builder's `op`. Returns its number."""
         phase, reads = StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD, [traced.number for traced in read]
-        return self.builder.op(name, content, phase, 0.0, reads=reads, writes=writes, **more)
+        return self.builder.op(name, phase, 0.0, reads=reads, writes=writes, **more)
 
     def _wrote(self, op: int, written: Iterable[TracedStorage]) -> None:
         """Note that the latest operator, number `op`, wrote to these storages."""
@@ -284,7 +270,7 @@ class StepLog:
         self._readings.take(self.table, unknown, tick=tick)
         read, _ = self._look_up(inputs)
         mutated = _tensors_in([args[i] for i in region.mutated if i < len(args)], self._device_type)
-        op = self._op(region.name, (args,), read)  # numbered now: a storage freed while it runs dies after it
+        op = self._op(region.name, read)  # numbered now: a storage freed while it runs dies after it
         self.times.pause()
         self.times.resume()
         nbytes = sum(touched_bytes(t) for t in inputs.values())
@@ -329,20 +315,20 @@ class StepLog:
                 self.table.add(storage, born=-1, counted=False)  # not counted: not on the traced device, such as a fake tensor
         return self.table.saved(storage)
 
-    def save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
+    def save(self, saved: Iterable[TracedStorage | None]) -> int:
         """Record that autograd saved a tensor with these storages. Returns the hook's number."""
         self._update_table()
         self._update_phase()
-        return self.builder.save(self._only(saved), feature)
+        return self.builder.save(self._only(saved))
 
-    def use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
+    def use(self, used: Iterable[TracedStorage | None]) -> int:
         """Record that autograd uses a saved tensor with these storages. Returns the hook's number."""
         self._update_table()
         traced = list(used)
         for one in traced:
             if one is not None:
                 self.table.used(one)
-        return self.builder.use(self._only(traced), feature)
+        return self.builder.use(self._only(traced))
 
     # --- the end
 
@@ -457,41 +443,6 @@ def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
         after = (trace.op_tick > last_tick) & (trace.op_tick < end)
         phases[after] = StepPhase.OPTIMIZER
     return phases
-
-
-def content_of(text: str) -> int:
-    """Return a 64-bit hash of a text, equal in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def describe_tensor(t: Tensor) -> str:
-    """Return a text of shape, strides and dtype. A nested tensor has no single shape, a sparse tensor no strides."""
-    if t.is_nested:
-        return f"nested {t.dtype}"
-    if t.layout is not torch.strided:
-        return f"{tuple(t.shape)} {t.layout} {t.dtype}"
-    return f"{tuple(t.shape)} {t.stride()} {t.dtype}"
-
-
-def _kind(value: Any) -> Hashable:
-    """Return a key that is equal for values with equal descriptions, in half of the time of a description."""
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_kind, value))
-    return tuple((key, _kind(value[key])) for key in sorted(value)) if isinstance(value, dict) else _describe(value)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return describe_tensor(value)
-    if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_describe, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_describe(value[key])}' for key in sorted(value))}}}"
-    if isinstance(value, (float, complex, *_PLAIN)):
-        return repr(value)
-    return type(value).__name__  # a generator, a function: its repr would contain an address
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:

@@ -183,7 +183,7 @@ def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
     def reclaim(self: SavedStorage) -> None:
         assert self.copy is not None
         self._context.out_queue.issue(self.copy.out)
-        self._reclaim()
+        self._reclaim(has_room=True)
 
     monkeypatch.setattr(SavedStorage, "reclaim", reclaim)
 

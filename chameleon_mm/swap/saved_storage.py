@@ -261,7 +261,8 @@ class SavedStorage:
         if self.state is not State.SWAPPING_OUT:
             return True
         # The host saw the copy complete. Work launched from now on comes after it, so no wait is needed.
-        return self._reclaim()
+        stays = self.form.device_bytes and self.copy.block is not None and self.slot.is_alone()
+        return self._reclaim(has_room=not stays or self.form.kept(self.slot))
 
     def reclaim(self) -> None:
         """Order compute after the copy out, then free the device memory."""
@@ -275,8 +276,10 @@ class SavedStorage:
             self._undo_swap_out()
             return
         with annotation("chameleon::reclaim"):
+            stays = self.form.device_bytes and self.copy.block is not None and self.slot.is_alone()
+            has_room = not stays or self.form.kept(self.slot)  # before the wait: beside the copy out, as both read
             self.wait_for_copy_out(done)
-            self._reclaim()
+            self._reclaim(has_room=has_room)
 
     def wait_for_copy_out(self, done: Event) -> None:
         """Order compute after the copy out, which was handed to the device and ends at `done`."""
@@ -284,9 +287,9 @@ class SavedStorage:
         # writes to it must come after the copy, too.
         self._context.metrics.wait(self.slot.alloc_stream, done, "out", self.number)
 
-    def _reclaim(self) -> bool:
-        """Free the device memory, after the copy out. Returns False if there was no memory for the part that stays; then the
-        whole storage stays."""
+    def _reclaim(self, *, has_room: bool) -> bool:
+        """Free the device memory, after the copy out. `has_room`: False if there was no memory for the part that stays; then
+        the whole storage stays. Returns `has_room`."""
         assert self.copy is not None
         if self.copy.block is None:  # the last handle is gone
             self._context.streams.join_all(self.slot.alloc_stream)  # Note [Reclaim]
@@ -295,7 +298,7 @@ class SavedStorage:
             self.slot.clear()
             self._to(State.RETIRED)
             return True
-        if self.form.device_bytes and self.slot.is_alone() and not self.form.kept(self.slot):
+        if not has_room:
             self._undo_swap_out()
             return False
         self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes

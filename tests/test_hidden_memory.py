@@ -130,7 +130,7 @@ def test_a_little_that_is_kept_at_each_hook_is_noticed_and_planned_for(share: fl
     assert got.kinds == ["recorded", *["planned"] * 15]
     assert max(got.peaks) <= budget and not got.report.warnings
     waits = [step.stall_us or 0.0 for step in got.report.step_figures[4:]]
-    assert sum(us > 10 * min(waits) for us in waits) <= 2  # an outlier until the second one, then a plan has room
+    assert sum(us > min(waits) + 10 for us in waits) <= 2  # an outlier until the second one, then a plan has room
 
 
 @pytest.mark.ci

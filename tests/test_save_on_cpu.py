@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -17,7 +18,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE
 from chameleon_mm.units import KIB, MIB, allocated_size
-from tests._mix_models import Block, Convolutions, Tied
+from tests._mix_models import Block, Tied
 from tests._programs import deep, gradient
 from tests._random_models import RandomNet
 
@@ -161,6 +162,26 @@ def test_device_memory_is_bounded_while_the_graph_is_alive(sim: cm.SimDevice, mo
 # SimDevice(hbm_bytes=enough / 0.9)                # no more than that: never out of memory, and plain eager's bits
 
 
+class Convolutions(nn.Module):
+    """Blocks as in a ResNet: an activation in place, a residual, batch norms and their buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1)
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = F.relu(x + block(x))
+        return F.avg_pool2d(x, 4).mean((2, 3))
+
+
 class Gated(nn.Module):
     """Halves of one storage, and the last position of a sequence: the rest of a storage comes back with the saved part."""
 
@@ -193,7 +214,7 @@ MODELS: dict[str, tuple[Make, Batch]] = {
     "transformer": (transformer, lambda rows: torch.randn(rows, 32, 32)),
     "transformer, bfloat16": (lambda: transformer().bfloat16(), lambda rows: torch.randn(rows, 32, 32, dtype=torch.bfloat16)),
     "tied weights, float64": (lambda: Tied().double(), lambda rows: torch.randint(24, (64 * rows, 6))),
-    "convolutions": (Convolutions, lambda rows: torch.randn(8 * rows, 2, 16, 16)),
+    "convolutions": (Convolutions, lambda rows: torch.randn(rows, 3, 16, 16)),
     "gated": (Gated, lambda rows: torch.randn(rows, 32, 32)),
     **{f"random {seed}": random_model(seed) for seed in (18, 19, 20)},
 }
@@ -308,7 +329,7 @@ def test_it_fits_where_synchronous_hooks_fit_with_plain_eagers_bits(name: str, m
     got = train(make, batch, cm.save_on_cpu(device=device, min_bytes=min_bytes), device=device)
     assert device.peak_allocated_bytes() <= takes.enough_bytes
     assert all(map(torch.equal, got, expected))
-    if not name.startswith(("random", "convolutions")) and not min_bytes:  # the bound says something
+    if not name.startswith("random") and not min_bytes:  # the bound says something: they do not fit as they are
         assert takes.enough_bytes < unswapped.peak_allocated_bytes()
 
 

@@ -54,11 +54,7 @@ class Candidates:
         first = np.maximum(trace.tensor_sendable, after_release)
         known = (trace.tensor_sendable >= 0) & (trace.tensor_released != NEVER) & (trace.tensor_bytes > 0)
         tensor = np.flatnonzero(known & (first < use))
-        # A copy that begins before the last save may lack that save's bytes, and would begin again.
-        saves = np.flatnonzero(~trace.hook_use & (trace.hook_tensor >= 0))
-        sendable = trace.tensor_sendable.astype(np.int64)
-        np.maximum.at(sendable, trace.hook_tensor[saves], saves + 1)
-        return cls._rows(trace, tensor, np.minimum(sendable, first)[tensor], first[tensor], use[tensor])
+        return cls._rows(trace, tensor, trace.tensor_sendable[tensor].astype(np.int64), first[tensor], use[tensor])
 
     @classmethod
     def between_uses(cls, trace: Trace) -> Candidates:
@@ -78,9 +74,12 @@ class Candidates:
 
     @classmethod
     def _rows(cls, trace: Trace, tensor: Int64s, sendable: Int64s, first: Int64s, use: Int64s) -> Candidates:
-        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
-        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
-        last_use[trace.hook_tensor[uses]] = uses
+        last_save, last_use = np.full(len(trace.tensor_bytes), -1), np.zeros(len(trace.tensor_bytes), np.int64)
+        for latest, which in ((last_save, ~trace.hook_use), (last_use, trace.hook_use)):
+            hooks = np.flatnonzero(which & (trace.hook_tensor >= 0))
+            latest[trace.hook_tensor[hooks]] = hooks  # the last assignment stays
+        # A copy that begins before the last save may lack that save's bytes, and would begin again.
+        sendable = np.clip(last_save[tensor] + 1, sendable, first)
         nbytes, last = trace.tensor_bytes[tensor], last_use[tensor]
         size = allocated_size(nbytes)
         return cls(tensor=tensor, nbytes=nbytes, size=size, sendable=sendable, first=first, use=use, last_use=last)

@@ -100,7 +100,7 @@ docs: $(STAMP) ## Build the documentation's site into build/site; a warning, suc
 gallery: $(STAMP) ## Train six small models under `run` on a simulated GPU, and show them on the site's page docs/gallery.md
 	@$(BIN)/python -m tests.gallery
 
-nightly: $(STAMP) $(CUDA_STAMP) ## Test with the newest torch that installs, then the weekday's seventh of all that is thorough, then the site's links (SHARE=1/1: all)
+nightly: $(STAMP) $(CUDA_STAMP) ## Test with the newest torch, then a seventh of what is thorough, by the weekday, then the site's links (SHARE=1/1: all)
 	@rm -rf .venv-torch-newest; failed=; \
 	for part in "test-torch TORCH=torch TORCH_VENV=.venv-torch-newest" "test-thorough PYTEST_ARGS=--share=$(SHARE)" docs; do \
 	    echo "== make $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed [$$part]"; \

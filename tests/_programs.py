@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from chameleon_mm.plan.rule import DefaultRule, Limits
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import SwappedView
+from chameleon_mm.swap.swap_outs import PACK_BELOW_BYTES
 from chameleon_mm.units import MIB
 
 
@@ -47,11 +47,18 @@ def opened(device: Device) -> cm.SwapSession:
 
 
 def swapping_executor(
-    device: Device, pool: cm.PinnedPool, limits: Limits | None = None, *, min_bytes: int = 0, **given: Any
+    device: Device,
+    pool: cm.PinnedPool,
+    limits: Limits | None = None,
+    *,
+    min_bytes: int = 0,
+    pack_below_bytes: int = PACK_BELOW_BYTES,
 ) -> Executor:
     """Executor of the default rule. Compute waits for every copy out at the next hook, unless `limits` say otherwise."""
     limits, protected = limits or Limits(leaving_bytes=0), ProtectedStorages()
-    return Executor(device, pool, rule=DefaultRule(min_bytes=min_bytes), limits=limits, protected=protected, **given)
+    executor = Executor(device, pool, rule=DefaultRule(min_bytes=min_bytes), limits=limits, protected=protected)
+    executor.outs.pack_below_bytes = pack_below_bytes
+    return executor
 
 
 def saved_by(swapper: Executor, t: Tensor) -> SwappedView:

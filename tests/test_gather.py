@@ -17,14 +17,13 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.rule import DefaultRule, Limits
-from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.gathered_part import Part
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.host_copy import State
 from tests._fakes import leave_out_meeting, refusing
 from tests._ordering import SLOW_LINK
-from tests._programs import saved_by
+from tests._programs import saved_by, swapping_executor
 from tests.observed import SimRaceError
 
 ROWS, ROW = 64, 1024
@@ -86,14 +85,8 @@ def test_overlapping_and_empty_views_are_no_part(t: Tensor) -> None:
 
 
 def swapper_on(device: Device, pool: cm.PinnedPool, *, min_bytes: int = 1024, leaving_bytes: int | None = 0) -> Executor:
-    return Executor(
-        device,
-        pool,
-        rule=DefaultRule(min_bytes=min_bytes),
-        limits=Limits(leaving_bytes=leaving_bytes, ahead_bytes=1 << 20),
-        protected=ProtectedStorages(),
-        pack_below_bytes=0,
-    )
+    limits = Limits(leaving_bytes=leaving_bytes, ahead_bytes=1 << 20)
+    return swapping_executor(device, pool, limits, min_bytes=min_bytes, pack_below_bytes=0)
 
 
 def gathered(swapper: Executor, *rows: int | tuple[int, slice]) -> tuple[list[Tensor], list[SwappedView]]:

@@ -22,12 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.holders import held_alone
-from chameleon_mm.plan.rule import DefaultRule, Limits
-from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import KeptTensor, SwappedView
 from chameleon_mm.swap.host_copy import State
-from tests._programs import assert_same, saved_by
+from tests._programs import assert_same, saved_by, swapping_executor
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -37,14 +36,8 @@ NBYTES = SIDE * SIDE * 4
 
 def executor(device: Device, *, leaving_bytes: int | None = 0) -> Executor:
     """Compute waits for every copy out at the next hook."""
-    return Executor(
-        device,
-        cm.PinnedPool("16MiB", device=device),
-        rule=DefaultRule(min_bytes=1024),
-        limits=Limits(ahead_bytes=0, leaving_bytes=leaving_bytes),
-        protected=ProtectedStorages(),
-        pack_below_bytes=0,
-    )
+    pool, limits = cm.PinnedPool("16MiB", device=device), Limits(ahead_bytes=0, leaving_bytes=leaving_bytes)
+    return swapping_executor(device, pool, limits, min_bytes=1024, pack_below_bytes=0)
 
 
 def made(device: Device) -> Tensor:

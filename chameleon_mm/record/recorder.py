@@ -50,10 +50,10 @@ from chameleon_mm.record.retry import OomRetry, ReclaimSome
 from chameleon_mm.record.step_log import UNMOVABLE, OpTimes, RunningRegion, StepLog
 from chameleon_mm.record.storages import TracedStorage
 
-# --- Path of the module whose forward runs, as in `named_modules`, and line of the program, read from the stack without hooks
+# --- Module whose forward runs, by its path in `named_modules`, and the line of the program
 #
-# Only locals of `nn.Module.__call__` are read. Its frames hold them until they return anyway, so reading them keeps no tensor
-# alive. In the user's own frames, only file and line are read.
+# Both are read from the stack, without hooks. Only locals of `nn.Module.__call__` are read. Its frames hold them until they
+# return anyway, so reading them keeps no tensor alive. In the user's own frames, only file and line are read.
 
 _CALL = nn.Module._call_impl.__code__
 _NOT_THE_PROGRAMS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")

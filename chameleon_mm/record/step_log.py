@@ -184,7 +184,7 @@ _FRESH = ("lift_fresh", "lift")
 
 @dataclass(slots=True)
 class RunningRegion:
-    """One direction of a compiled region, while it runs."""
+    """Running direction of a compiled region."""
 
     op: int
     tick: int

@@ -41,7 +41,7 @@ class _Page:
         self.clean: deque[int] = deque()
         """Numbers of the slots that are zero."""
         self.freed: deque[None] = deque()
-        """One entry for each slot freed since the page was last zeroed."""
+        """An entry for each slot that was freed since the page was last zeroed."""
         self.zeroed: tuple[Stream, Event] | None = None
         """Stream that last zeroed the page, and the event after that; None: never zeroed."""
 

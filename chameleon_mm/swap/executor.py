@@ -60,7 +60,7 @@ from chameleon_mm.swap.recording import Recording
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.step_ops import StepOps
 from chameleon_mm.swap.swap_ins import Rescue, SwapIns
-from chameleon_mm.swap.swap_outs import PACK_BELOW_BYTES, SwapOuts
+from chameleon_mm.swap.swap_outs import SwapOuts
 
 LONGEST_UNNAMED_STEP = 16_384
 """Maximum number of storages saved outside of steps before a new step begins, as a user may keep a graph forever."""
@@ -77,11 +77,9 @@ class Executor:
         rule: DefaultRule,
         limits: Limits,
         protected: ProtectedStorages,
-        pack_below_bytes: int = PACK_BELOW_BYTES,
         names: ModuleNames | None = None,
     ) -> None:
-        """`pack_below_bytes`: minimum size of a storage that is copied alone. `names`: module names, which mark the modules
-        whose saved storages stay on the device; None: no module."""
+        """`names`: module names, which mark the modules whose saved storages stay on the device; None: no module."""
         self.rule, self.names = rule, names
         self._least_bytes = max(1, rule.min_bytes)  # minimum size that moves; stored, because every hook reads it
         self.protected = protected
@@ -105,7 +103,7 @@ class Executor:
         if (hook := device.allocator_hook()) is not None:
             # Lend nothing in a recording: lending would change the holders and allocations that the recorder counts.
             budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
-        self.outs = SwapOuts(context, registry, budget, rule=rule, pack_below_bytes=pack_below_bytes)
+        self.outs = SwapOuts(context, registry, budget, rule=rule)
         weak_outs = weakref.ref(self.outs)
         self._comparisons = Comparisons(Checksums(device, pool), metrics.totals)
         self.recipe_runner = RecipeRunner(device, context, claims, budget, self._comparisons)

@@ -128,7 +128,7 @@ class Saved:
         """The executor's handle, once it has it."""
 
     def told(self) -> tuple[Any, ...]:
-        """What the executor is told of it."""
+        """Return the facts about it that the executor needs."""
         is_used = self.used_in == self.slot.arrivals
         origin = self.tensor(), self.name, self.node_number, self.output_nr
         return self.slot.number, self, self.hook, is_used, self.alias, self.version, self.counter(), *origin

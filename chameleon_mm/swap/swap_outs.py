@@ -53,11 +53,10 @@ class SwapOuts:
         budget: Budget,
         *,
         rule: DefaultRule,
-        pack_below_bytes: int,
     ) -> None:
         self._context, self._registry, self._budget = context, registry, budget
         self._queues = context.out_queue, context.back_queue
-        self._rule, self.pack_below_bytes = rule, pack_below_bytes
+        self._rule, self.pack_below_bytes = rule, PACK_BELOW_BYTES
         self.fresh: list[SavedStorage] = []
         """Storages whose saving operators may still run. `HandOver` adds storages saved in the loop."""
         self.latest_operator: OperatorNumber = (-1, 0)

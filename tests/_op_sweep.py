@@ -22,7 +22,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.executor import Executor
@@ -116,7 +116,7 @@ class SweepingExecutor(Executor):
         self.pool = cm.PinnedPool("64MiB", device=device, chunk_bytes=1 << 20)
         self.swapped = 0
         limits, protected = Limits(leaving_bytes=0), ProtectedStorages()
-        super().__init__(device, self.pool, rule=DefaultRule(min_bytes=0), limits=limits, protected=protected)
+        super().__init__(device, self.pool, min_bytes=0, limits=limits, protected=protected)
 
     def save(self, t: Tensor) -> Handle:
         handle = super().save(t)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import SwappedView
@@ -56,7 +56,7 @@ def swapping_executor(
 ) -> Executor:
     """Executor of the default rule. Compute waits for every copy out at the next hook, unless `limits` say otherwise."""
     limits, protected = limits or Limits(leaving_bytes=0), ProtectedStorages()
-    executor = Executor(device, pool, rule=DefaultRule(min_bytes=min_bytes), limits=limits, protected=protected)
+    executor = Executor(device, pool, min_bytes=min_bytes, limits=limits, protected=protected)
     executor.outs.pack_below_bytes = pack_below_bytes
     return executor
 

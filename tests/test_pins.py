@@ -157,30 +157,6 @@ def test_nothing_is_copied_out_of_a_model_that_is_kept_whole_however_short_memor
     assert loose.report.bytes_swapped_out > BLOCKS * STORAGE * STEPS
 
 
-class Part(nn.Module):
-    """A small view of a storage is saved in `outside`, and again in `inside`, after it has left on its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.outside, self.inside, self.middle = nn.Linear(WIDTH, 8 * WIDTH), Gelu(), Gelu(), blocks()
-
-    def forward(self, x: Tensor) -> Tensor:
-        whole = self.up(x)
-        part = whole[:, : WIDTH // 2]
-        y = self.outside(part)
-        other = self.middle(x + y.repeat(1, 2))
-        out: Tensor = other + self.inside(part).repeat(1, 2) + whole.sum()
-        return out
-
-
-def test_a_view_that_left_alone_stays_once_a_kept_module_saves_it(device: Device) -> None:
-    run = train(device, Part, 2 * STORAGE, keep=["inside"], plans=False)
-    assert_same(train(device, Part).seen, run.seen)
-    report = run.report
-    assert report.gathers > 0
-    assert report.kept_by_reason["keep"] == STEPS
-
-
 @pytest.mark.usefixtures("no_gc")
 def test_a_session_with_pins_keeps_no_memory(device: Device) -> None:
     train(device, blocks, 8 * STORAGE, keep=["3"])

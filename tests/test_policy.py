@@ -6,13 +6,11 @@ import ast
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import chameleon_mm
-from chameleon_mm.plan.rule import DefaultRule, Headroom, SaveFacts, UseOrder
-from chameleon_mm.units import MIB
+from chameleon_mm.plan.rule import Headroom, UseOrder
 
 
 def test_the_policy_imports_no_torch() -> None:
@@ -27,30 +25,6 @@ def test_the_policy_imports_no_torch() -> None:
     # errors, replayable and units import the standard library alone: the layers hold that
     assert ours <= {"chameleon_mm.errors", "chameleon_mm.plan", "chameleon_mm.replayable", "chameleon_mm.units"}
     assert not {name for name in imported if name.partition(".")[0] in {"torch", "cupy", "triton"}}
-
-
-# --- the rule
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "kind", "reason"),
-    [
-        (MIB, "", None),
-        (MIB - 1, "", "small"),
-        (1 << 40, "", None),
-        (0, "", "empty"),
-        (0, "parameter", "parameter"),
-        (1 << 40, "leaf", "leaf"),
-    ],
-)
-def test_the_default_rule(nbytes: int, kind: str, reason: str | None) -> None:
-    assert DefaultRule().reason_to_keep(SaveFacts(nbytes=nbytes, kind=kind)) == reason
-
-
-@given(nbytes=st.integers(0, 1 << 42), min_bytes=st.integers(0, 1 << 42))
-def test_the_minimum_is_where_moving_begins(nbytes: int, min_bytes: int) -> None:
-    moves = DefaultRule(min_bytes=min_bytes).reason_to_keep(SaveFacts(nbytes=nbytes)) is None
-    assert moves is (nbytes >= max(1, min_bytes))
 
 
 # --- headroom

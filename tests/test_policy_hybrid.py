@@ -18,7 +18,7 @@ from chameleon_mm.plan.planner import candidate_plans, generate_plan
 from chameleon_mm.plan.problem import Problem
 from chameleon_mm.plan.recipes import Recipes
 from chameleon_mm.plan.rewrite import rewritten_for
-from chameleon_mm.plan.rule import DefaultRule
+from chameleon_mm.plan.rule import MIN_BYTES
 from chameleon_mm.plan.selection import ChoicePath
 from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.swap_plan import SwapPlan
@@ -122,7 +122,7 @@ def traced(model: str, batch: int, seq: int, gpu: str) -> Trace:
     key = (model, batch, seq, gpu)
     if key not in _traces:
         build, spec = built_in(model, batch=batch, seq=seq), spec_by_name(gpu)
-        least = DefaultRule().min_bytes
+        least = MIN_BYTES
         request = StepRequest(build=build, spec=spec, dtype=DTYPES["bfloat16"], optimizer="adamw-fused", min_bytes=least)
         _traces[key] = record_step(request).trace
     return _traces[key]

@@ -65,7 +65,6 @@ def made_up(**changed: object) -> cm.SwapReport:
         host_bytes_wanted=9 * MIB,
         kept_by_reason={"leaf": 2, "small": 5},
         fallbacks=0,
-        gathers=0,
         packed_groups=0,
         not_recomputed_by_reason={},
         recipes_banned=(),

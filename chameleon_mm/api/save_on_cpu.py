@@ -23,7 +23,7 @@ from chameleon_mm.api.pins import check_pins
 from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import check_keywords, check_type
-from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.plan.rule import MIN_BYTES, Limits
 from chameleon_mm.pool.pool import PinnedPool, pool_for
 from chameleon_mm.swap.budget import take_budget
 from chameleon_mm.swap.classify import ProtectedStorages
@@ -94,13 +94,13 @@ class save_on_cpu:  # noqa: N801 - torch's name: a class used as a function
         pool: PinnedPool | None = None,
     ) -> None:
         del pin_memory, device_type
-        rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
+        least = MIN_BYTES if min_bytes is None else parse_size(min_bytes, what="min_bytes")
         self.pool = pool_for(device, pool)
         self.device = self.pool.device
         budget_bytes = take_budget(AUTO, self.device).nbytes
         limits = Limits(hbm_budget_bytes=budget_bytes, leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES)
         protected = ProtectedStorages()
-        self._executor = Executor(self.device, self.pool, rule=rule, limits=limits, protected=protected)
+        self._executor = Executor(self.device, self.pool, min_bytes=least, limits=limits, protected=protected)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*autograd_hooks(self._executor))
         self._entered = threading.local()
         """`times`: number of contexts that the thread is in. Hooks are per thread."""

@@ -36,7 +36,7 @@ from chameleon_mm.errors import SessionClosedError, check_method, check_type
 from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.follow.link_rates import link_cost_for
 from chameleon_mm.follow.plan_follower import plan_steps
-from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.plan.rule import MIN_BYTES, Limits
 from chameleon_mm.pool.host_memory import pinnable_bytes
 from chameleon_mm.pool.pool import PinnedPool, pool_for
 from chameleon_mm.record.recorder import ModuleNames
@@ -49,7 +49,7 @@ from chameleon_mm.swap.calibration import replayable_on
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.executor import Executor, autograd_hooks
 from chameleon_mm.swap.hook_counts import limits_problem, misuse
-from chameleon_mm.units import AUTO, MIB, is_auto, parse_budget, parse_size, share_of
+from chameleon_mm.units import AUTO, is_auto, parse_budget, parse_size, share_of
 
 # --- Phases of a session, and their order
 #
@@ -132,7 +132,7 @@ class SwapSession:
         check_early({"hbm_budget": hbm_budget, "host_budget": host_budget})
         stated = None if is_auto(host_budget) else host_budget
         host = None if stated is None else parse_budget(stated, pinnable_bytes, what="host_budget")
-        self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
+        least = MIN_BYTES if min_bytes is None else parse_size(min_bytes, what="min_bytes")
         check_early({"model": model, "plans": plans, "recompute": recompute})
         self._model_swap = ModelSwap(model, optimizer, parameters)
         self.pins = {"keep": keep, "never_recompute": never_recompute}
@@ -149,7 +149,7 @@ class SwapSession:
         self._executor = Executor(
             self._model_swap.device_for(self.device),
             self.pool,
-            rule=self._rule,
+            min_bytes=least,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(tensors_of(model)),
             names=ModuleNames(model, **pinned),
@@ -465,4 +465,6 @@ class SwapSession:
             thread=self._thread.name,
             frozen=self._is_frozen(),
         )
-        return found or limits_problem(self.hbm_budget_bytes, self.device.capacity, self.pool.limit_bytes, self._rule.min_bytes)
+        return found or limits_problem(
+            self.hbm_budget_bytes, self.device.capacity, self.pool.limit_bytes, self._executor.min_bytes
+        )

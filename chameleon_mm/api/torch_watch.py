@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from chameleon_mm.device import Device
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.record.dispatch_state import in_backward, saved_tensor_hooks_on_top, tracer_is_on
-from chameleon_mm.swap.classify import ProtectedStorages, facts_of
+from chameleon_mm.swap.classify import ProtectedStorages, reason_to_stay
 from chameleon_mm.units import format_size
 
 
@@ -107,10 +107,10 @@ class TorchWatch:
             return
         for kept in tree_leaves(mode.storage):  # per operator, results of its calls: a list in torch 2.11, a dict since
             t = getattr(kept, "val", None)
-            if isinstance(t, Tensor) and getattr(kept, "unpack_hook", None) is None:
-                facts = facts_of(t, self._device, self._protected)
-                if not facts.kind and facts.nbytes:
-                    self._kept[kept] = t.untyped_storage()._cdata, facts.nbytes
+            if not isinstance(t, Tensor) or getattr(kept, "unpack_hook", None) is not None:
+                continue
+            if not reason_to_stay(t, self._device, self._protected, min_bytes=1):
+                self._kept[kept] = t.untyped_storage()._cdata, t.untyped_storage().nbytes()
         self.most_bytes = max(self.most_bytes, sum(dict(self._kept.values()).values()))
 
     def problem(self) -> str | None:

@@ -205,11 +205,11 @@ class PlanFollower(Director):
         expected = self.light.saved(t, since)
         if self._recorder is not None:
             self._recorder.sendable(*(over.slot.traced for over in finished))
-            if first and saved is not None and saved.part is None and saved.device is not None:
+            if first and saved is not None and saved.device is not None:
                 saved.slot.note_traced(self._recorder.add_claim(saved.device))
             self._recorder.on_save([None if saved is None else saved.slot.traced])
         self._locate(hook, expected=expected)
-        if first and saved is not None and saved.part is None:
+        if first and saved is not None:
             self._first_saves[hook] = saved
             self._number(saved, hook, None if self._diverged else self.way)
             if self._planned is not None and self._planned.predicted_by is not None and not self._diverged:
@@ -440,7 +440,7 @@ def plan_steps(
             reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
         replayable=replayable,
-        min_bytes=executor.rule.min_bytes,
+        min_bytes=executor.min_bytes,
         link_cost=lambda: slowest_here(rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK)),
     )
     adaptation.cache_flushes = device.cache_flushes

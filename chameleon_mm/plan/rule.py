@@ -1,7 +1,6 @@
-"""Default rule, which moves saved tensors in steps without a plan; its forecasts from the previous step; its limits.
+"""Default rule, for steps without a plan: each saved storage that can be moved is moved. Its limits, and its forecasts from the
+previous step.
 
-rule.reason_to_keep(facts)            -> None to swap, or the reason why a saved tensor stays
-rule.gathers(facts, ...)              -> True if a small view moves without the rest of its storage
 forecast.need(ahead)                  -> bytes to keep free until the next check of memory
 order.upcoming(index)                 -> saved storages in the order in which the previous step used them
 """
@@ -15,46 +14,9 @@ from math import ceil
 
 from chameleon_mm.units import MIB
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveFacts:
-    """Facts about one saved tensor, for the default rule."""
-
-    nbytes: int
-    """Bytes of the tensor's whole storage."""
-    covered_bytes: int | None = None
-    """Bytes of the storage that the saved view covers; None: all of them, or unknown."""
-    kind: str = ""
-    """Reason why the tensor must not move ("parameter", "leaf", "subclass", ...); empty for a plain activation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DefaultRule:
-    """Rule that moves each saved storage of at least `min_bytes`, except parameters and tensors that cannot be rebuilt."""
-
-    min_bytes: int = MIB
-    """Minimum size to move. In dense LLMs, tensors below 1 MiB are 0.1 % of the bytes and 20 % of the copies."""
-    gather_share: float = 0.25
-    """Maximum share of a storage. Views that together cover at most this share move without the rest of it; 0: never.
-
-    The storage may be saved whole later in the step. So this share bounds the bytes that then move twice.
-    """
-    max_gathered: int = 8
-    """Maximum number of views of one storage to gather, one kernel each. With more, the whole storage moves in one copy."""
-
-    def reason_to_keep(self, facts: SaveFacts) -> str | None:
-        if facts.kind:
-            return facts.kind
-        if facts.nbytes == 0:
-            return "empty"
-        return "small" if facts.nbytes < self.min_bytes else None
-
-    def gathers(self, facts: SaveFacts, *, views: int, view_bytes: int) -> bool:
-        """True if this view is gathered. `views`: number of views of the storage gathered before; `view_bytes`: their bytes."""
-        if facts.covered_bytes is None or views >= self.max_gathered:
-            return False
-        return view_bytes + facts.covered_bytes <= facts.nbytes * self.gather_share
-
+MIN_BYTES = MIB
+"""Default minimum size of a storage that moves. In dense LLMs, tensors below 1 MiB are 0.1 % of the bytes and 20 % of the
+copies."""
 
 DEFAULT_BUDGET_SHARE = 0.9
 """Budget as a share of the device's capacity, if none is given. The rest is for fragmentation and memory outside the

@@ -364,7 +364,7 @@ class SwapReport(Counters):
             (f"stall{clock}", self._apart("stall_us", format_us)),
             ("pinned host memory", host),
             ("kept on the device", kept),
-            ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
+            ("packed groups of small storages", str(self.packed_groups)),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
             ("steps run again", f"{self.steps_run_again}{since}"),
             *([("snapshots", f"{self.snapshots}, {format_size(self.snapshot_bytes)}")] if self.snapshots else []),

@@ -1,6 +1,6 @@
 """Claims on saved storages, and their registry. Saves of the same bytes share one record and one copy. Note [Identity].
 
-    found = claims.find(t, saved, ...)            # a live claim whose copy includes `t`, or the part that a new claim covers
+    found = claims.find(t, saved, compute)        # a live claim whose copy includes `t`, or will, or begins again
     claims.add(claim); claims.forget(saved)
     registry.add(saved); registry.get(index); registry.remove(saved)      # numbers count within the step that saved
 
@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
-from chameleon_mm.plan.rule import DefaultRule, SaveFacts
-from chameleon_mm.swap.gathered_part import Part
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.slot import LastSave
@@ -63,12 +61,10 @@ class _End:
 
 
 class Found(NamedTuple):
-    """Result of `Claims.find`: the claim that a saved tensor shares, or the part that a new claim covers."""
+    """Result of `Claims.find`: the claim that a saved tensor shares."""
 
     claim: Claim | None
     """Live claim that the tensor shares; None: the caller makes a new claim."""
-    part: Part | None
-    """Part of the storage that the claim covers; None: all of it."""
     extends_copy: bool = False
     """True if the copy now includes these bytes too. A copy that has not begun waits for the operator that saves them."""
     begins_again: bool = False
@@ -76,62 +72,35 @@ class Found(NamedTuple):
 
 
 class Claims:
-    """Live claims, by storage and part. Not thread-safe: the executor holds its lock."""
+    """Live claims, by storage. Not thread-safe: the executor holds its lock."""
 
     def __init__(self) -> None:
-        self.by_storage: dict[Hashable, weakref.ref[Claim]] = {}
-        """Claims by the storage's id; claims on parts by id and part. Other classes only read it."""
-        self._parts: dict[int, list[Part]] = {}
-        """Parts that have claims of their own, by the storage's id. A part claimed twice costs only one more gather."""
+        self.by_storage: dict[int, weakref.ref[Claim]] = {}
+        """Claims by the storage's id. Other classes only read it."""
         self._last_saves: dict[int, LastSave] = {}
 
-    def find(self, t: Tensor, saved: SavedBytes, facts: SaveFacts, rule: DefaultRule, compute: Stream, *, whole: bool) -> Found:
-        """Find the claim that `t` shares, or the part of its storage that a new claim covers. `saved`: its bytes, saved now.
-
-        A part is claimed in two cases. 1: `t` covers little of a storage that was not saved whole. 2: a copy of the whole
-        storage lacks these bytes. Views of that part share its claim. `whole`: in case 2, copy the whole storage again.
-        """
+    def find(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
+        """Find the live claim on the storage of `t`. `saved`: its bytes, saved now. The copy begins again if it lacks them."""
         storage = t.untyped_storage()
-        whole_found = self.find_whole(t, saved, compute)
-        on_all = whole_found.claim
-        if on_all is not None and not whole_found.begins_again:
-            return whole_found
-        copied_too_early = on_all is not None and not whole and facts.covered_bytes is not None
-        if not copied_too_early and not rule.gathers(facts, views=0, view_bytes=0):
-            return whole_found
-        part = Part.of(t)
-        on_part = None if part is None else self._on(storage, part)
-        if on_part is not None and (shared := _shared(on_part, saved, compute)) is not None:
-            return shared
-        others = self._parts.get(id(storage), ())
-        view_bytes = sum(other.nbytes for other in others)
-        gathers = copied_too_early or rule.gathers(facts, views=len(others), view_bytes=view_bytes)
-        return whole_found if part is None or not gathers else Found(None, part)
-
-    def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
-        """Find the claim on the whole storage of `t`, if there is one. Its copy begins again if it lacks `saved`."""
-        on_all = self._on(t.untyped_storage(), None)
-        shared = None if on_all is None else _shared(on_all, saved, compute)
-        return shared or Found(on_all, None, begins_again=on_all is not None)
-
-    def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
-        """Return the latest live claim on `part` of `storage`, or on all of it (`part` None); None: there is none."""
-        ref = self.by_storage.get(_key(id(storage), part))
+        ref = self.by_storage.get(id(storage))
         claim = None if ref is None else ref()
-        return claim if claim is not None and claim.saved.slot.is_record_of(storage) else None
+        if claim is None or not claim.saved.slot.is_record_of(storage):
+            return Found(None)
+        if claim.saved.slot.includes(saved):
+            return Found(claim)
+        extends_copy = claim.saved.try_include(saved, compute)
+        return Found(claim, extends_copy=extends_copy, begins_again=not extends_copy)
 
     def add(self, claim: Claim) -> None:
         """Add a new claim. All claims on one storage share its `LastSave`."""
-        slot, part = claim.saved.slot, claim.saved.part
+        slot = claim.saved.slot
         last = self._last_saves.get(slot.key)
         if last is not None and last.storage() is slot.storage:
             slot.last_save = last
         else:
             self._last_saves[slot.key] = slot.last_save
         slot.last_save.num_claims += 1
-        self.by_storage[slot.key if part is None else (slot.key, part)] = weakref.ref(claim)
-        if part is not None:
-            self._parts.setdefault(slot.key, []).append(part)
+        self.by_storage[slot.key] = weakref.ref(claim)
 
     def move(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Make the saved tensors of `saved` views of `storage`, which has their bytes. Their own storage is empty."""
@@ -144,38 +113,19 @@ class Claims:
             del self.by_storage[slot.key]
         slot.move_to(storage)
         last = slot.last_save = LastSave()
-        last.storage, last.epoch, last.hook, last.num_claims, last.emptied = slot.first, before.epoch, before.hook, 0, True
+        last.storage, last.epoch, last.hook, last.num_claims = slot.first, before.epoch, before.hook, 0
         if claim is not None and claim.saved is saved:
             self.add(claim)
 
     def forget(self, saved: SavedStorage) -> None:
         """Remove a claim whose last handle is gone."""
-        slot, part = saved.slot, saved.part
-        key = _key(slot.key, part)
-        claim = self.by_storage.get(key)
+        slot = saved.slot
+        claim = self.by_storage.get(slot.key)
         if claim is not None and claim() is None:
-            del self.by_storage[key]
+            del self.by_storage[slot.key]
         slot.last_save.num_claims -= 1
         if not slot.last_save.num_claims and self._last_saves.get(slot.key) is slot.last_save:
             del self._last_saves[slot.key]
-        if part is None:
-            return
-        parts = self._parts[slot.key]
-        parts.remove(part)
-        if not parts:
-            del self._parts[slot.key]
-
-
-def _shared(claim: Claim, saved: SavedBytes, compute: Stream) -> Found | None:
-    """Return a result with `claim` if its copy includes the bytes of `saved` or will include them; else None."""
-    record = claim.saved
-    if record.slot.includes(saved, same_bytes=record.part is not None):
-        return Found(claim, record.part)
-    return Found(claim, record.part, extends_copy=True) if record.try_include(saved, compute) else None
-
-
-def _key(storage_id: int, part: Part | None) -> Hashable:
-    return storage_id if part is None else (storage_id, part)
 
 
 class StorageRegistry:

@@ -1,6 +1,6 @@
 """Decide which saved tensors must not move, and why.
 
-    facts_of(t) -> SaveFacts(nbytes, covered_bytes, kind)     kind: "" for a plain activation, else the reason to keep it
+    reason_to_stay(t, device, protected, min_bytes)     "" for a plain activation, else the reason to keep it
 
 Note [Parameters]: a parameter, or a view of one, is kept by reference. It lives on the device anyway. Others may free and
 refill its storage at any time: FSDP2 resizes it to zero bytes.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chameleon_mm.device import Device
-from chameleon_mm.plan.rule import SaveFacts
 from chameleon_mm.swap.copy_queue import LOG_EACH, Warn
 from chameleon_mm.swap.handles import Handle, KeptTensor, WrapperHandle
 
@@ -53,16 +51,7 @@ class ProtectedStorages:
         return ref is not None and ref() is storage
 
 
-def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
-    """Return facts about `t` for the default rule, which never moves the kind of a tensor that cannot be rebuilt exactly."""
-    if reason := reason_to_stay(t, device, protected):
-        return SaveFacts(nbytes=0, kind=reason)
-    nbytes = t.untyped_storage().nbytes()
-    covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
-    return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
-
-
-def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_bytes: int = 0) -> str:
+def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_bytes: int) -> str:
     """Return why `t` must not move; "" for a plain activation. A tensor whose storage has fewer than `min_bytes` is "small" on
     any device and in any layout. Inner tensors of a "subclass" may move."""
     kind, base = type(t), t._base
@@ -119,14 +108,6 @@ def is_part_of_parameter(t: Tensor) -> bool:
             inner = () if parts is None else parts[0].values()
             return any(isinstance(part, Tensor) and part.untyped_storage()._cdata == storage._cdata for part in inner)
     return False
-
-
-def covered_bytes(t: Tensor) -> int:
-    """Return the bytes of the elements of `t`. Repeats by a stride of 0 count once; overlapping elements each count."""
-    elements = t.numel()
-    if elements > 1 and 0 in (strides := t.stride()):
-        elements = prod(size for size, stride in zip(t.shape, strides, strict=True) if stride)
-    return elements * t.element_size()
 
 
 def unwrapped(t: Tensor, warn: Warn = LOG_EACH) -> tuple[dict[str, Any], Any] | None:

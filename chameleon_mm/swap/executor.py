@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.device.process import ThisProcess
 from chameleon_mm.device.uncompiled import uncompiled
-from chameleon_mm.plan.rule import DefaultRule, Limits, SaveFacts, UseOrder
+from chameleon_mm.plan.rule import Limits, UseOrder
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.call_notes import AnyWatch
 from chameleon_mm.record.calls import Value
@@ -33,10 +33,9 @@ from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.calling_thread import ComputeStreams, let_go_at_exit
 from chameleon_mm.swap.checksums import Checksums
 from chameleon_mm.swap.claims import Claim, Claims, Found, StorageRegistry
-from chameleon_mm.swap.classify import ProtectedStorages, facts_of, reason_to_stay, save_parts
+from chameleon_mm.swap.classify import ProtectedStorages, reason_to_stay, save_parts
 from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.director import Director
-from chameleon_mm.swap.gathered_part import Part
 from chameleon_mm.swap.hand_over import HandOver
 from chameleon_mm.swap.handles import (
     NO_HOOK,
@@ -74,14 +73,14 @@ class Executor:
         device: Device,
         pool: PinnedPool,
         *,
-        rule: DefaultRule,
+        min_bytes: int,
         limits: Limits,
         protected: ProtectedStorages,
         names: ModuleNames | None = None,
     ) -> None:
-        """`names`: module names, which mark the modules whose saved storages stay on the device; None: no module."""
-        self.rule, self.names = rule, names
-        self._least_bytes = max(1, rule.min_bytes)  # minimum size that moves; stored, because every hook reads it
+        """`min_bytes`: minimum size of a storage that moves. `names`: module names, which mark the modules whose saved storages
+        stay on the device; None: no module."""
+        self.min_bytes, self.names = max(1, min_bytes), names
         self.protected = protected
         self.device, self.recording = device, (recording := Recording())
         self.streams = streams = ComputeStreams(device)
@@ -103,7 +102,7 @@ class Executor:
         if (hook := device.allocator_hook()) is not None:
             # Lend nothing in a recording: lending would change the holders and allocations that the recorder counts.
             budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
-        self.outs = SwapOuts(context, registry, budget, rule=rule)
+        self.outs = SwapOuts(context, registry, budget)
         weak_outs = weakref.ref(self.outs)
         self._comparisons = Comparisons(Checksums(device, pool), metrics.totals)
         self.recipe_runner = RecipeRunner(device, context, claims, budget, self._comparisons)
@@ -150,27 +149,22 @@ class Executor:
         if capturing or (num_modes() and tracer_is_on()):  # the device is not called
             with self.hook_lock.lock:
                 return self._keep(t, "capturing" if capturing else "tracing")
-        facts = facts_of(t, self.device, self.protected)
+        reason = reason_to_stay(t, self.device, self.protected, self.min_bytes)
         handle = None
-        if facts.kind == "subclass":
+        if reason == "subclass":
             handle = save_parts(t, lambda part: self._save(part, is_hook=False), self.metrics.warn)
-        return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
+        return self.hook_lock.run(self._save_locked, t, reason, handle, is_hook)
 
-    def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
-        moves = not facts.kind and facts.nbytes >= self._least_bytes
-        reason = None if moves else self.rule.reason_to_keep(facts)
-        saved_bytes = SavedBytes(t) if handle is None and reason is None else None
-        claim = None if saved_bytes is None else self._find_or_make_claim(t, saved_bytes, facts)
+    def _save_locked(self, t: Tensor, reason: str, handle: Handle | None, is_hook: bool) -> Handle:
+        saved_bytes = SavedBytes(t) if not reason else None
+        claim = None if saved_bytes is None else self._find_or_make_claim(t, saved_bytes)
         finished, hook = self.outs.finished() if is_hook and self.outs.fresh else (), NO_HOOK
         if is_hook:
             at_hook = handle.claim if isinstance(handle, WrapperHandle) else claim
             hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)
         if claim is not None and self.names is not None and self.names.keeps_some and self._is_kept(claim.saved, self.names):
-            if claim.saved.state is State.ON_HOST:  # the gathered bytes of a view saved earlier
-                claim, reason = None, "keep"
-            else:
-                self.outs.call_off(claim.saved, self.streams.current())
-                claim.saved.stays = True
+            self.outs.call_off(claim.saved, self.streams.current())
+            claim.saved.stays = True
         watch = self.recording.watch
         if watch is not None:
             self.recomputing.hold_born(self._claim_to_hold, self.director.note_held)
@@ -182,7 +176,7 @@ class Executor:
         if claim is not None and saved_bytes is not None:
             handle = SwappedView(claim, saved_bytes)
         elif handle is None:
-            handle = self._keep(t, reason or facts.kind)
+            handle = self._keep(t, reason)
         handle.saved_at = (self.registry.epoch, hook)
         if not self.recording.is_over:
             self.recomputing.note_saved(t, handle)
@@ -258,7 +252,7 @@ class Executor:
         handle.swap_in_number = saved.uses.count(handle.swap_in_number)
         if saved.state is State.RESTORED and saved.uses.left <= 0 and self.budget.way is None:
             saved.drop_used()  # slightly before autograd does; a plan needs autograd's own moment, as traced
-        if storage is saved.slot.storage and saved.gathered is None:
+        if storage is saved.slot.storage:
             return handle.saved.alias.detach()  # a new alias per use, so that the use count shows each holder
         return handle.saved.over(storage)
 
@@ -378,7 +372,7 @@ class Executor:
 
     def _retire_storage(self, saved: SavedStorage) -> None:
         # A storage that never left and outlives its saves is a buffer or an input: moving it frees nothing.
-        storage = saved.slot.first if saved.part is None and not saved.slot.came_back else None
+        storage = saved.slot.first if not saved.slot.came_back else None
         try:
             self.registry.remove(saved)
             self.claims.forget(saved)
@@ -419,16 +413,13 @@ class Executor:
             director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
         return [saved for row in rows for saved in way.coming(row)] if way is not None else ()
 
-    def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
-        """Find or make the claim on the storage of `t`, or on the part of it that `t` covers. Note [Identity]."""
+    def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes) -> Claim:
+        """Find or make the claim on the storage of `t`. Note [Identity]."""
         compute = self.streams.current()
-        if facts.covered_bytes is None and id(t.untyped_storage()) not in self.claims.by_storage:  # the usual case
-            return self.new_claim(t, saved_bytes, compute)
-        # A recorded step has one claim per storage: bytes saved later get no claim of their own.
-        found = self.claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
+        found = self.claims.find(t, saved_bytes, compute)
         claim = found.claim
         if claim is None:
-            return self.new_claim(t, saved_bytes, compute, found.part)
+            return self.new_claim(t, saved_bytes, compute)
         self.include(found, saved_bytes, compute)
         claim.saved.add_view(saved_bytes)
         return claim
@@ -450,7 +441,7 @@ class Executor:
     def _claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
         """Return a claim on the whole storage of `t`, which recipes read. Also return True if the claim is new."""
         saved_bytes, compute = SavedBytes(t), self.streams.current()
-        found = self.claims.find_whole(t, saved_bytes, compute)
+        found = self.claims.find(t, saved_bytes, compute)
         if found.claim is None:
             claim = self.new_claim(t, saved_bytes, compute)
             claim.saved.is_held_for_recipes = True
@@ -460,14 +451,13 @@ class Executor:
         found.claim.saved.add_alias(saved_bytes)
         return found.claim, False
 
-    def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
-        """Make a claim on the storage of `t`, or on `part` of it. The operator that runs on this thread saves it."""
+    def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream) -> Claim:
+        """Make a claim on the storage of `t`. The operator that runs on this thread saves it."""
         if self.registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
         epoch, index = self.registry.epoch, self.registry.next_index
         self.registry.next_index += 1
         saved = SavedStorage(t, saved_bytes, compute, self.context, epoch=epoch, index=index)
-        saved.part = part
         self._saved_any = True
         self.outs.add(saved)
         return self.claim_on(saved)
@@ -511,7 +501,7 @@ def _save_hook(executor: Executor) -> _Save:
     """The hook of a session without plans."""
     context, hook_lock, counts = executor.context, executor.hook_lock, executor.hook_counts
     recording, totals, executor_save = executor.recording, executor.metrics.totals, executor.save
-    pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.rule.min_bytes
+    pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.min_bytes
     outs, ended, errors, leaving = executor.outs, hook_lock.ended, hook_lock.errors, executor.budget.reclaim.entries
     held, queued_out, queued_in = context.held, context.out_queue.queued, context.back_queue.queued
     device = executor.device
@@ -523,7 +513,17 @@ def _save_hook(executor: Executor) -> _Save:
         if not reason or reason == "subclass":
             return executor_save(t)
         with lock:
-            if not (outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors):
+            if not (
+                outs.fresh
+                or outs.in_part
+                or leaving
+                or held
+                or outs.waiting_bytes
+                or queued_out
+                or queued_in
+                or ended
+                or errors
+            ):
                 counts.saves += 1
                 totals.kept_by_reason[reason] += 1
                 return KeptTensor(t, by_reference=reason == "parameter")

@@ -6,7 +6,7 @@
     form.drop()                             # the bytes are no longer needed, or the storage stays
 
 Each form is a subclass: `PartialForm` and `RecomputedForm` here, `PackedForm` in `packed_group`. A form does not decide when
-bytes move. A `GatheredPart` is not a form: it reduces the bytes on the device, and can then move in any form.
+bytes move.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class HandOver:
 
     def _make_loop(self, executor: Executor) -> Any:
         """Make the loop: in C++ if that is built, and the device's readings are its own, not those beside a window."""
-        device, context, min_bytes = self._device, self._context, executor.rule.min_bytes
+        device, context, min_bytes = self._device, self._context, executor.min_bytes
         streams = context.out_queue.stream, context.back_queue.stream
         helper = device.native_loop(streams) if device is context.pool.device else None
         take = self.take if helper is None else self.take_address
@@ -261,7 +261,7 @@ class HandOver:
             way.number(claim.saved, row.number)
             way.first_saves[hook] = claim.saved
         else:
-            found = self._claims.find_whole(t, saved_bytes, compute)
+            found = self._claims.find(t, saved_bytes, compute)
             if found.claim is None or found.begins_again or found.claim.saved is not known:
                 return None
             claim = found.claim
@@ -281,7 +281,7 @@ class HandOver:
         if type(handle) is not SwappedView or handle.saved.moved:
             return None
         saved = handle.claim.saved
-        if saved.state is State.ON_HOST or saved.swap_in_failed or saved.gathered or saved.proof is not None:
+        if saved.state is State.ON_HOST or saved.swap_in_failed or saved.proof is not None:
             return None
         if saved.relied is not None and saved.relied.dependents:  # of an earlier step, which recomputed
             return None
@@ -397,7 +397,6 @@ class HandOver:
             saved.op_is_over, saved.saved_by = is_over, (self._home, operators)
             claim = executor.claim_on(saved)
             saved.slot.note_save(way.epoch, hooks[bisect_right(hooks, self.loop.hook) - 1])
-            saved.slot.last_save.emptied |= emptied
             way.number(saved, number)
             way.first_saves[hooks[0]] = saved
             if not is_over:

@@ -183,30 +183,25 @@ class SavedBytes:
         shared.data = self._in(storage)
         return shared
 
-    def move_to(self, storage: torch.UntypedStorage | None) -> None:
-        """Make the alias a view of `storage`, as in `over`; None: of no storage. The alias keeps its version counter."""
+    def move_to(self, storage: torch.UntypedStorage) -> None:
+        """Make the alias a view of `storage`, as in `over`. The alias keeps its version counter."""
         self.alias.data = self._in(storage)
 
-    def _in(self, storage: torch.UntypedStorage | None) -> Tensor:
+    def _in(self, storage: torch.UntypedStorage) -> Tensor:
         alias, (_, shape, stride, offset) = self.alias, self._geometry
-        view = torch.empty(0, dtype=alias.dtype, device=alias.device)
-        if storage is not None:
-            view = view.set_(storage, offset, shape, stride)
+        view = torch.empty(0, dtype=alias.dtype, device=alias.device).set_(storage, offset, shape, stride)
         if alias.is_conj():
             view = view.conj()
         return view._neg_view() if alias.is_neg() else view
 
     # --- which saves a copy includes
 
-    def copy_includes(self, later: SavedBytes, *, same_bytes: bool = False) -> bool:
-        """True if a copy that began after this save includes the bytes of `later`, a later save.
-
-        `same_bytes`: both are known to cover the same bytes.
-        """
+    def copy_includes(self, later: SavedBytes) -> bool:
+        """True if a copy that began after this save includes the bytes of `later`, a later save."""
         if self.moved or self.expected != later.expected:
             return False
         counter = self._counter()
-        return counter is not None and counter is later._counter() and (same_bytes or self.covers(later))
+        return counter is not None and counter is later._counter() and self.covers(later)
 
     def covers(self, other: SavedBytes) -> bool:
         """True if this tensor is known to cover all bytes of `other`."""

@@ -181,7 +181,7 @@ class Counters:
     bytes_swapped_out: int = 0
     bytes_swapped_in: int = 0
     bytes_reclaimed: int = 0
-    """Device memory freed after copies out, or by gathering small views. Includes storages no longer needed."""
+    """Device memory freed after copies out. Includes storages no longer needed."""
     bytes_reclaimed_by_allocator: int = 0
     """Part of `bytes_reclaimed` that the device's allocator itself reclaimed during an allocation."""
     state_bytes_swapped_out: int = 0
@@ -203,8 +203,6 @@ class Counters:
     """Memory checks and requests for room that found memory above the budget and nothing left to reclaim."""
     fallbacks: int = 0
     """Storages that stayed on the device because no pinned memory was left or the device refused the copy."""
-    gathers: int = 0
-    """Small views kept without the rest of their storage."""
     recomputed: int = 0
     """Storages dropped to be recomputed. `recomputations`: recipes that ran for them."""
     bytes_recomputed: int = 0

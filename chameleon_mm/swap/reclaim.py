@@ -106,7 +106,7 @@ class Lending:
 def _lend(saved: SavedStorage, hook: AllocatorHook) -> None:
     """Lend the memory if the storage moves whole. The allocator reclaims it only if nothing else refers to the storage then."""
     copy = saved.copy
-    if saved.state is not State.SWAPPING_OUT or saved.form is not WHOLE or copy is None or saved.slot.is_packed:
+    if saved.state is not State.SWAPPING_OUT or saved.form is not WHOLE or copy is None:
         return
     if copy.out.done is not None and not copy.out.failed and copy.block is not None:
         saved.slot.lend(hook, copy.out.done)

@@ -407,7 +407,7 @@ class Recomputing:
 
     def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
         self._obstacle = None
-        if saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
+        if saved.device is None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)
         value = None if self.watch is None else self.watch.value_of(saved.device)
         if value is None or self._plan is None:
@@ -437,7 +437,7 @@ class Recomputing:
             return None
         saved = holder.saved
         probe = saved.slot.unwritten()
-        if probe is None or saved.part is not None or saved.nbytes != value.nbytes or saved.state is State.RETIRED:
+        if probe is None or saved.nbytes != value.nbytes or saved.state is State.RETIRED:
             return None
         return Source(nbytes=value.nbytes, relied=value.relied_on(), claim=holder, probe=probe)
 

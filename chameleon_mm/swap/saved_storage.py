@@ -26,7 +26,6 @@ from chameleon_mm.swap.slot import Slot
 
 if TYPE_CHECKING:
     from chameleon_mm.record.calls import Relied
-    from chameleon_mm.swap.gathered_part import GatheredPart, Part
     from chameleon_mm.swap.recipe import Proof
 
 # --- Uses to come of a saved storage: one per handle, counted anew after each swap-in
@@ -70,8 +69,8 @@ class SavedStorage:
     """Storage that autograd saved, with the state machine that copies it out and back."""
 
     __slots__ = (
-        "__weakref__", "_context", "copies", "copy", "epoch", "form", "gathered", "index",
-        "is_held_for_recipes", "nbytes", "number", "op_is_over", "part", "proof", "relied", "saved_by", "slot", "state",
+        "__weakref__", "_context", "copies", "copy", "epoch", "form", "index",
+        "is_held_for_recipes", "nbytes", "number", "op_is_over", "proof", "relied", "saved_by", "slot", "state",
         "stays", "uses",
     )  # fmt: skip
 
@@ -81,10 +80,6 @@ class SavedStorage:
         storage = t.untyped_storage()
         self.slot = Slot(storage, saved, alloc_stream)
         self.uses = Uses()
-        self.part: Part | None = None
-        """Part of the storage that autograd saved; None: all of it."""
-        self.gathered: GatheredPart | None = None
-        """Bytes of `part` alone, once they replace the storage; None: the whole storage is held."""
         self.copy: HostCopy | None = None
         """Copy on the host; None: no copy began yet, or the form needs no copy."""
         self.state = State.ON_DEVICE
@@ -94,7 +89,6 @@ class SavedStorage:
         """Step in which it was saved. `index`: number of the save within that step."""
         self.index = index
         self.nbytes = storage.nbytes()
-        """Number of bytes held and moved: the whole storage, or its part once that is gathered."""
         self._context = context
         self.copies = 1
         """Number of copies out of the whole storage so far. The first counts before it begins."""
@@ -153,16 +147,10 @@ class SavedStorage:
             self.take_back()  # the allocator expects one alias fewer
         self.slot.add_alias(saved)
 
-    def hold_gathered(self, gathered: GatheredPart) -> None:
-        """Note that only the bytes of `part` are held from now on."""
-        assert self.slot.storage is not None
-        self.gathered, self.nbytes = gathered, self.slot.storage.nbytes()
-        self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
-
     def try_include(self, saved: SavedBytes, compute: Stream) -> bool:
         """Let this storage's copy out serve `saved` too, if it has not begun. Returns True if it does. The bytes were written
         on `compute`."""
-        if self.slot.alloc_stream is not compute or self.slot.is_packed or self.state is not State.ON_DEVICE:
+        if self.slot.alloc_stream is not compute or self.state is not State.ON_DEVICE:
             return False
         self.slot.include(saved)
         return True
@@ -368,8 +356,7 @@ class SavedStorage:
     @property
     def may_be_prefetched(self) -> bool:
         """True if the storage has a copy of its own on the host that a later use will need back on the device."""
-        may_be = self.state is State.ON_HOST and self.form.has_copy
-        return may_be and (self.gathered is None or not self.gathered.is_whole())
+        return self.state is State.ON_HOST and self.form.has_copy
 
     @property
     def swap_in_failed(self) -> bool:

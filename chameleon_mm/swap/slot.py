@@ -33,32 +33,28 @@ if TYPE_CHECKING:
 
 
 class LastSave:
-    """Record shared by all slots of one storage: step and hook of its latest save, and whether it was ever emptied. No
-    `__init__`: an instance is made at every save."""
+    """Record shared by all slots of one storage: step and hook of its latest save. No `__init__`: an instance
+    is made at every save."""
 
-    __slots__ = ("emptied", "epoch", "hook", "num_claims", "storage")
+    __slots__ = ("epoch", "hook", "num_claims", "storage")
 
     storage: weakref.ref[torch.UntypedStorage]
     epoch: int
     hook: int
     num_claims: int
-    emptied: bool
-    """True if its memory was freed, and filled again from one copy. That copy lacks the bytes of other claims."""
 
 
 class Slot:
     """Saved storage, with the saved tensors that view it."""
 
     __slots__ = (
-        "alloc_stream", "came_back", "first", "is_packed", "key", "last_save", "lent", "noted_in", "saved_nbytes",
+        "alloc_stream", "came_back", "first", "key", "last_save", "lent", "noted_in", "saved_nbytes",
         "saves", "storage", "traced", "views",
     )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, saved: SavedBytes, alloc_stream: Stream) -> None:
         self.storage: torch.UntypedStorage | None = storage
         """Storage, with or without memory; None once it is no longer needed."""
-        self.is_packed = False
-        """True if `storage` has the packed bytes of the saved tensors. Then no saved tensor is a view of it."""
         self.key = id(storage)
         self.first = weakref.ref(storage)
         self.saved_nbytes = storage.nbytes()
@@ -77,7 +73,7 @@ class Slot:
         self.saves = [saved]
         """Saves made before the copy out began, which that copy includes. No save is known to be part of another."""
         last = self.last_save = LastSave()
-        last.storage, last.epoch, last.hook, last.num_claims, last.emptied = self.first, -1, 0, 0, False
+        last.storage, last.epoch, last.hook, last.num_claims = self.first, -1, 0, 0
 
     def note_save(self, epoch: int, hook: int) -> tuple[bool, int | None]:
         """Note a save at `hook` of step `epoch`. Returns True if it is this record's first save in the step. Also returns the
@@ -95,8 +91,6 @@ class Slot:
 
     def add_alias(self, saved: SavedBytes) -> None:
         """Add one more alias of the session over the storage."""
-        if self.is_packed:
-            saved.move_to(None)
         self.views.append(saved)
         if self.traced is not None:
             self.traced.aliases += 1
@@ -108,7 +102,7 @@ class Slot:
         another process was given its address."""
         if self.storage is None:
             return False
-        return held_alone(self, 0 if self.is_packed else len(self.views)) and self.storage.resizable()
+        return held_alone(self, len(self.views)) and self.storage.resizable()
 
     def lend(self, hook: AllocatorHook, done: Event) -> None:
         """Lend the memory to the allocator. It is read until `done`. The allocator reclaims it only if nothing else refers to
@@ -130,8 +124,6 @@ class Slot:
 
     def note_emptied(self) -> None:
         """Note that the memory was freed."""
-        if not self.is_packed:
-            self.last_save.emptied = True
         if self.traced is not None:
             self.traced.emptied(self.traced)
 
@@ -158,12 +150,6 @@ class Slot:
             saved.move_to(storage)
         self.storage, self.first, self.key = storage, weakref.ref(storage), id(storage)
 
-    def keep_instead(self, packed: torch.UntypedStorage) -> None:
-        """Hold `packed` instead of the storage. The aliases of the saved tensors view no storage then."""
-        for saved in self.views:
-            saved.move_to(None)
-        self.storage, self.is_packed = packed, True
-
     def clear(self) -> None:
         """Release the storage and the aliases."""
         if self.traced is not None:
@@ -178,10 +164,9 @@ class Slot:
         """True if `storage` is the saved storage and still has its size."""
         return self.first() is storage and self.saved_nbytes == storage.nbytes()
 
-    def includes(self, saved: SavedBytes, *, same_bytes: bool = False) -> bool:
-        """True if the copy, begun or not, is known to include the bytes of `saved`, which is saved now. `same_bytes`: all saves
-        cover the same bytes."""
-        return any(earlier.copy_includes(saved, same_bytes=same_bytes) for earlier in self.saves)
+    def includes(self, saved: SavedBytes) -> bool:
+        """True if the copy, begun or not, is known to include the bytes of `saved`, which is saved now."""
+        return any(earlier.copy_includes(saved) for earlier in self.saves)
 
     def include(self, saved: SavedBytes) -> None:
         """Add `saved` to the saves of the copy, which has its bytes or will have them."""
@@ -189,9 +174,7 @@ class Slot:
         self.saves.append(saved)
 
     def has_uncovered(self) -> bool:
-        """True if no save covers the whole storage. Note [Uncovered]. Only the session writes gathered bytes."""
-        if self.is_packed:
-            return False
+        """True if no save covers the whole storage. Note [Uncovered]."""
         for saved in self.saves:  # noqa: SIM110  # without the frame of a generator
             if saved.is_dense and saved.begin == 0 and saved.end >= self.saved_nbytes:
                 return False

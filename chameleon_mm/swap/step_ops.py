@@ -44,7 +44,7 @@ class StepOps:
             outs.let_go_of_held()
         if way is not None and (ops or way.late):
             self.carry_out(way, ops)
-        for saved in finished:
+        for saved in outs.due(finished):
             if saved.number is None:
                 outs.swap_out(saved)
         if lending is not None or outs.small or any(self._pending):

@@ -51,15 +51,36 @@ class SwapIns:
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """Bring the storage to the device, with its bytes, ready for `compute`. Raises `torch.OutOfMemoryError`."""
-        gathered = saved.gathered
-        if gathered is None:
-            return self._restore_held(saved, compute)
-        storage = gathered.in_place(compute)
-        if storage is not None:
-            self._context.metrics.totals.uses_on_device += 1
-            return storage
-        packed = self._restore_held(saved, compute)
-        return self._allocate(gathered.whole_bytes, lambda: gathered.unpack(packed, compute), exclude=(saved,))
+        totals = self._context.metrics.totals
+        if saved.swap_in_failed:
+            saved.drop_restored()  # the copy back was refused
+        elif (
+            saved.slot.came_back
+            and saved.slot.alloc_stream is not compute
+            and saved.state in (State.SWAPPING_IN, State.RESTORED)
+            and not saved.drop_restored()
+        ):  # its memory is another stream's: copy it to memory of `compute`
+            return self._allocate(saved.nbytes, lambda: self._copied_on(saved, compute), exclude=(saved,))
+        group = saved.form.group
+        if group is not None and saved.state is State.ON_HOST:
+            self._unpack(group, saved, compute)
+        if saved.form.recipe is not None and saved.state is State.ON_HOST:
+            self._recipe_runner.recompute(saved, compute, self.restore)
+        if saved.state is State.SWAPPING_OUT:
+            saved.cancel_swap_out()
+        if saved.state is State.ON_HOST:
+            # If the plan swaps the storage in at this hook, the plan's growth until the next check includes these bytes.
+            way = self._budget.way
+            is_planned = way is not None and (way.hook, saved.number) in way.program.backs
+            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
+            totals.swap_ins_on_demand += 1
+            return saved.arrive(compute)
+        totals.uses_on_device += 1
+        if saved.state in (State.SWAPPING_IN, State.RESTORED):
+            return saved.arrive(compute, prefetched=saved.state is State.SWAPPING_IN)
+        storage = saved.device
+        assert storage is not None
+        return storage
 
     def prefetch_after(self, saved: SavedStorage, compute: Stream) -> None:
         """Prefetch the storages that are used after `saved`, as far as the budget allows."""
@@ -97,39 +118,6 @@ class SwapIns:
         self._budget.note_allocated(coming.nbytes)
         self._context.metrics.totals.prefetches += 1
 
-    def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
-        """Bring the storage that `saved` holds, whole or gathered, to the device, ready for `compute`."""
-        totals = self._context.metrics.totals
-        if saved.swap_in_failed:
-            saved.drop_restored()  # the copy back was refused
-        elif (
-            saved.slot.came_back
-            and saved.slot.alloc_stream is not compute
-            and saved.state in (State.SWAPPING_IN, State.RESTORED)
-            and not saved.drop_restored()
-        ):  # its memory is another stream's: copy it to memory of `compute`
-            return self._allocate(saved.nbytes, lambda: self._copied_on(saved, compute), exclude=(saved,))
-        group = saved.form.group
-        if group is not None and saved.state is State.ON_HOST:
-            self._unpack(group, saved, compute)
-        if saved.form.recipe is not None and saved.state is State.ON_HOST:
-            self._recipe_runner.recompute(saved, compute, self._restore_held)
-        if saved.state is State.SWAPPING_OUT:
-            saved.cancel_swap_out()
-        if saved.state is State.ON_HOST:
-            # If the plan swaps the storage in at this hook, the plan's growth until the next check includes these bytes.
-            way = self._budget.way
-            is_planned = way is not None and (way.hook, saved.number) in way.program.backs
-            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
-            totals.swap_ins_on_demand += 1
-            return saved.arrive(compute)
-        totals.uses_on_device += 1
-        if saved.state in (State.SWAPPING_IN, State.RESTORED):
-            return saved.arrive(compute, prefetched=saved.state is State.SWAPPING_IN)
-        storage = saved.device
-        assert storage is not None
-        return storage
-
     def _copied_on(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         saved.arrive(compute)
         return saved.slot.copied_on(compute, self._context.streams)
@@ -151,7 +139,7 @@ class SwapIns:
     def _unpack_some(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> bool:
         """Unpack `wanted` and, as far as there is room, the other members of the group by one kernel: storages saved together
         are used together. Returns True if no member is left."""
-        packed = self._restore_held(group.packed, compute)
+        packed = self.restore(group.packed, compute)
         waiting = group.packed_members()
         members, nbytes, room = [], allocated_size(wanted.nbytes), self._budget.spare_until_used_bytes()
         for member, place in sorted(waiting, key=lambda entry: self._order.rank(entry[0].index)):

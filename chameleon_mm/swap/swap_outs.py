@@ -1,7 +1,7 @@
-"""Swap out saved storages once the operator that saved them is over: gathered, alone or packed, by size.
+"""Swap out saved storages once the operator that saved them is over: alone or packed, by size.
 
 outs.add(saved)                                  # ON_DEVICE: its operator may still write it
-for saved in outs.finished(): outs.swap_out(saved)   # at every hook: gather a small view; alone | with others
+for saved in outs.finished(): outs.swap_out(saved)   # at every hook: alone | with others
 outs.pack_small()                                # pack the waiting small ones now: the link is idle, or memory is short
 """
 
@@ -15,12 +15,10 @@ import torch
 
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.plan.rule import DefaultRule
 from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.swap.claims import StorageRegistry
 from chameleon_mm.swap.forms import WHOLE, Form, PartialForm
-from chameleon_mm.swap.gathered_part import GatheredPart
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.host_copy import State, SwapContext
 from chameleon_mm.swap.packed_group import PackedGroup, batches
@@ -51,16 +49,16 @@ class SwapOuts:
         context: SwapContext,
         registry: StorageRegistry,
         budget: Budget,
-        *,
-        rule: DefaultRule,
     ) -> None:
         self._context, self._registry, self._budget = context, registry, budget
         self._queues = context.out_queue, context.back_queue
-        self._rule, self.pack_below_bytes = rule, PACK_BELOW_BYTES
+        self.pack_below_bytes = PACK_BELOW_BYTES
         self.fresh: list[SavedStorage] = []
         """Storages whose saving operators may still run. `HandOver` adds storages saved in the loop."""
         self.latest_operator: OperatorNumber = (-1, 0)
         """Latest operator that saved. Earlier operators of its thread are over."""
+        self.in_part: list[SavedStorage] = []
+        """Storages saved in part, whose saving operators are over since the latest hook."""
         self.small: list[SavedStorage] = []
         """Storages too small to move alone, waiting to be packed."""
         self.waiting_bytes = 0
@@ -76,7 +74,7 @@ class SwapOuts:
     def have_work(self) -> bool:
         """True if any copy out or back is running, queued or waiting to be packed."""
         budget, lending = self._budget, self._budget.lending
-        waiting = self.fresh, self.small, *(queue.queued for queue in self._queues), budget.reclaim.entries
+        waiting = self.fresh, self.in_part, self.small, *(queue.queued for queue in self._queues), budget.reclaim.entries
         return any((*waiting, budget.planned.entries, lending is not None and lending.has_any))
 
     def finished(self) -> list[SavedStorage]:
@@ -92,6 +90,15 @@ class SwapOuts:
             elif saved.state is State.ON_DEVICE:
                 self.fresh.append(saved)
         return over
+
+    def due(self, finished: Sequence[SavedStorage]) -> list[SavedStorage]:
+        """Return the storages to copy at this hook. `finished`: those whose saving operators are over since the latest hook. A
+        storage of which only a part was saved waits a hook longer: the running operator may save the rest, as in `gate * up`.
+        """
+        due, self.in_part = [saved for saved in self.in_part if saved.op_is_over], []
+        for saved in finished:
+            (self.in_part if saved.slot.has_uncovered() else due).append(saved)
+        return due
 
     def is_over(self, saved: SavedStorage) -> bool:
         """True if the operator that saved the storage last is over. The calling thread knows its own current operator, and the
@@ -153,15 +160,9 @@ class SwapOuts:
                 saved.empty()
 
     def swap_out(self, saved: SavedStorage, *, alone: bool = False) -> None:
-        """Swap out by the default rule: gather a small view; queue the copy, or let a small storage wait to be packed. `alone`:
-        do not wait, because there may be no room for packing."""
-        if saved.state is not State.ON_DEVICE or not saved.is_copyable:
-            return
-        if saved.part is not None:
-            self._gather(saved)
-        elif saved.copies > MOST_COPIES:
-            return
-        if saved.nbytes < self._rule.min_bytes:
+        """Swap out by the default rule: queue the copy, or let a small storage wait to be packed. `alone`: do not wait, because
+        there may be no room for packing."""
+        if saved.state is not State.ON_DEVICE or not saved.is_copyable or saved.copies > MOST_COPIES:
             return
         if alone or saved.nbytes >= self.pack_below_bytes:
             self.swap_out_alone(saved)
@@ -187,6 +188,7 @@ class SwapOuts:
 
     def forget_small(self) -> None:
         """Remove storages from `small` that left the device in another way. Called at the end of a step."""
+        self.in_part = []
         self.small = [saved for saved in self.small if saved.state is State.ON_DEVICE]
         self.waiting_bytes = sum(saved.nbytes for saved in self.small)
 
@@ -232,10 +234,3 @@ class SwapOuts:
             self._registry.packed_groups.add(group)
             self._context.metrics.totals.packed_groups += 1
             self.swap_out_alone(group.packed, may_be_lent=False)
-
-    def _gather(self, saved: SavedStorage) -> None:
-        """Gather the view and free the rest of its storage. Without memory for that, the whole storage moves."""
-        with suppress(torch.OutOfMemoryError):
-            saved.hold_gathered(GatheredPart(saved, self._context.streams.current(), self._context.streams))
-            self._context.metrics.totals.gathers += 1
-            self._budget.note_allocated(saved.nbytes)

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.files import write_file
-from chameleon_mm.plan.rule import DefaultRule
+from chameleon_mm.plan.rule import MIN_BYTES
 from chameleon_mm.tools.adapters import adapted, parse_adapters
 from chameleon_mm.tools.blocks import Checkpointing, Survey
 from chameleon_mm.tools.hub_models import hugging_face
@@ -119,7 +119,7 @@ def _request(args: argparse.Namespace, **size: int) -> RunRequest:
         host_budget_bytes=args.host_budget,
         dtype=dtype,
         optimizer=args.optimizer,
-        min_bytes=DefaultRule().min_bytes if args.min_bytes is None else args.min_bytes,
+        min_bytes=MIN_BYTES if args.min_bytes is None else args.min_bytes,
         autocast=autocast,
         shards=None if args.fsdp is None else _shards(args.fsdp),
         local_ranks=args.local_ranks,

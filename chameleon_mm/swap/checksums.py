@@ -4,7 +4,8 @@
     checksums.read([slot, other])           # copies their pages to the host, and waits for the latest checksum
     del slot                                # frees the slot; on any thread, at any time
 
-A page has 512 slots. A kernel adds to a slot, so a page is zeroed before its slots are reused, once none of them is held.
+A kernel adds to a slot, so each page of 512 slots is set to zero first. Slots are not reused: at the end of a step, pages
+without a held slot are freed.
 """
 
 from __future__ import annotations
@@ -31,28 +32,17 @@ PAGE_BYTES = PAGE_SLOTS * CHECKSUM_BYTES
 class _Page:
     """Slots that share a buffer."""
 
-    __slots__ = ("buffer", "clean", "freed", "stream", "sums", "zeroed")
+    __slots__ = ("buffer", "freed", "stream", "sums", "taken", "zeroed")
 
     def __init__(self, buffer: Tensor, stream: Stream) -> None:
-        self.buffer = buffer
-        self.stream = stream
-        """Stream that allocated the buffer."""
+        """`buffer` is set to zero on `stream`, which allocated it."""
+        self.buffer, self.stream = buffer, stream
         self.sums = buffer.split(CHECKSUM_BYTES)
-        self.clean: deque[int] = deque()
-        """Numbers of the slots that are zero."""
+        self.zeroed = stream.record()
+        self.taken = 0
+        """Number of slots that were handed out."""
         self.freed: deque[None] = deque()
-        """An entry for each slot that was freed since the page was last zeroed."""
-        self.zeroed: tuple[Stream, Event] | None = None
-        """Stream that last zeroed the page, and the event after that; None: never zeroed."""
-
-    @property
-    def is_held(self) -> bool:
-        return self.zeroed is not None and len(self.clean) + len(self.freed) < PAGE_SLOTS
-
-    @property
-    def has_room(self) -> bool:
-        """True if a slot is zero, or the whole page may be zeroed."""
-        return bool(self.clean) or self.zeroed is None or len(self.freed) == PAGE_SLOTS
+        """An entry for each of them that was freed since."""
 
 
 class Checksums:
@@ -70,13 +60,13 @@ class Checksums:
         """Enqueue the checksum of a flat uint8 tensor on the current stream. Raises `torch.OutOfMemoryError` if there is no
         memory for another page."""
         current = self._device.current_stream()
-        page = next((page for page in self._pages if page.has_room), None) or self._add_page()
-        if not page.clean:
-            self._set_to_zero(page, current)
-        assert page.zeroed is not None and self._order is not None
-        if page.zeroed[0] is not current:
-            current.wait(page.zeroed[1])  # setting the page to zero -> this checksum
-        slot = page.clean.popleft()
+        if not self._pages or self._pages[-1].taken == PAGE_SLOTS:
+            self._add_page()
+        page = self._pages[-1]
+        assert self._order is not None
+        if page.stream is not current:
+            current.wait(page.zeroed)  # setting the page to zero -> this checksum
+        slot, page.taken = page.taken, page.taken + 1
         try:
             current.add_checksum(page.sums[slot], buffer)
         finally:
@@ -105,31 +95,20 @@ class Checksums:
 
     def release_unused(self) -> None:
         """Free the pages without a held slot."""
-        for page in [page for page in self._pages if not page.is_held]:
+        for page in [page for page in self._pages if page.taken == len(page.freed)]:
             assert self._order is not None
             page.stream.wait(self._order.record())  # its checksums and copies -> the next owner of its memory
             page.stream.free(page.buffer)
             self._pages.remove(page)
 
-    def _add_page(self) -> _Page:
+    def _add_page(self) -> None:
         if self._order is None:
             self._order = self._device.new_stream("checksums")
-        with _disable_current_modes(), self._device.compute():
-            stream = self._device.current_stream()
-            page = _Page(stream.alloc(PAGE_BYTES), stream)
-        self._pages.append(page)
-        return page
-
-    def _set_to_zero(self, page: _Page, current: Stream) -> None:
-        assert self._order is not None
-        if page.zeroed is not None:
-            current.wait(self._order.record())  # earlier uses of its slots, on any stream -> zero
         with _disable_current_modes(), self._device.compute(), torch.no_grad():
-            page.buffer.zero_()
-        page.zeroed = current, current.record()
-        self._order.wait(page.zeroed[1])  # zero -> a copy of the page
-        page.freed.clear()
-        page.clean.extend(range(PAGE_SLOTS))
+            stream = self._device.current_stream()
+            buffer = stream.alloc(PAGE_BYTES)
+            self._pages.append(_Page(buffer.zero_(), stream))
+        self._order.wait(self._pages[-1].zeroed)  # zero -> a copy of the page
 
 
 class ChecksumSlot:

@@ -167,11 +167,15 @@ class Notes {
                       root.defined() && v.counter.enabled() ? std::optional(at::Tensor(root)) : std::nullopt);
   }
 
-  auto call(int number) {
+  auto call(int number) {  // with the memory that it allocated, in the allocator's units
     const std::lock_guard guard(lock_);
     const auto& c = calls_[number];
-    return std::tuple(c.facts->number, c.given, c.numbers, c.opaque, c.grad_enabled, c.settings, c.random, c.made.first, c.made.second);
+    int64_t made_bytes = 0;
+    for (auto i = c.made.first; i < c.made.second; ++i) made_bytes += values_[i].returned ? (values_[i].nbytes + 511) / 512 * 512 : 0;
+    return std::tuple(c.facts->number, c.given, c.numbers, c.opaque, c.grad_enabled, c.settings, c.random, made_bytes);
   }
+
+  int operator_of(int call) { const std::lock_guard guard(lock_); return calls_[call].facts->number; }
 
   std::atomic<bool> over{false}, births{false};  // births: Python is told of what is made, until the next hook
 
@@ -325,5 +329,5 @@ PYBIND11_MODULE(chameleon_mm_notes, m) {
       .def(py::init([](py::object tell, bool is_cuda) { auto it = std::make_shared<Notes>(tell, is_cuda); mine = it; return it; }))
       .def("end", [](Notes& notes) { notes.over = true; }).def("tell_of_births", [](Notes& notes, bool on) { notes.births = on; })
       .def("value_of", &Notes::value_of).def("given", &Notes::given).def("is_latest", &Notes::is_latest)
-      .def("value", &Notes::value).def("call", &Notes::call);
+      .def("value", &Notes::value).def("call", &Notes::call).def("operator_of", &Notes::operator_of);
 }

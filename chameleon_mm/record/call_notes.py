@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ from chameleon_mm.record.calls import (
     with_storages,
 )
 from chameleon_mm.record.dispatch_state import frames_compiled
-from chameleon_mm.units import allocated_size
 
 _NONE = -1
 
@@ -78,6 +77,10 @@ class NotedValue(Value):
         return self._call
 
     @property
+    def is_uninitialised(self) -> bool:
+        return self._call is not None and self._notes.facts(self._call).uninitialised
+
+    @property
     def is_latest(self) -> bool:  # type: ignore[override]  # asked of the notes, in place of an attribute
         return bool(self._notes.noted.is_latest(self._number))
 
@@ -92,7 +95,7 @@ class CallNotes:
         self._helper, self._thread = helper, threading.get_ident()
         self._before_write = before_write
         self._device_type = device.torch_device.type
-        self._operators: list[tuple[Any, OpFacts]] = []
+        self._operators: list[_Known] = []
         self._random: list[tuple[torch.Generator, Tensor]] = []
         self._settings: list[KernelSettings] = []
         self._values: dict[int, NotedValue] = {}
@@ -153,27 +156,27 @@ class CallNotes:
             self._storages[number] = (lambda: None) if storage is None else weakref.ref(storage)
         return self._storages[number]
 
+    def facts(self, call: Call | int) -> OpFacts:
+        """Return the facts about the operator of a call, which is not read for that."""
+        return self._operators[self.noted.operator_of(call)].facts if isinstance(call, int) else call.operation.facts
+
     def call(self, number: int) -> Call:
         """Return the call with that number, as `CallWatch` would note it."""
         return self._calls.get(number) or self._calls.setdefault(number, self._read(number))
 
     def _read(self, number: int) -> Call:
-        operator, given, numbers, opaque, grad_enabled, settings, random, made, made_end = self.noted.call(number)
-        func, facts = self._operators[operator]
-        operation = Operation(number, func, facts)
-        operation.grad_enabled, operation.settings = grad_enabled, self._settings[settings]
-        if not is_product(func):
-            operation.settings = operation.settings._replace(of_products=None)
+        operator, given, numbers, opaque, grad_enabled, settings, random, made_bytes = self.noted.call(number)
+        func, facts, told, names = self._operators[operator]
+        noted = self._settings[settings]
+        of_call = noted if told[_IS_PRODUCT] else noted._replace(of_products=None)
+        operation = Operation(number, func, facts, of_call, grad_enabled=grad_enabled)
         operation.random_state = None if random == _NONE else self._random[random]
-        for value in range(made, made_end):
-            _, _, returned, _, _, nbytes, *_ = self.noted.value(value)
-            operation.made_bytes += allocated_size(nbytes) if returned else 0
+        operation.made_bytes = made_bytes
         if opaque:
             return Call(operation, None, None)
         self._put_tensors(given, numbers)
-        arguments = list(zip(func._schema.arguments, given, strict=True))
-        named = {argument.name: one for argument, one in arguments if argument.kwarg_only}
-        return Call(operation, tuple(one for argument, one in arguments if not argument.kwarg_only), named)
+        positional = len(given) - len(names)
+        return Call(operation, tuple(given[:positional]), dict(zip(names, given[positional:], strict=True)))
 
     def _put_tensors(self, given: list[Any], numbers: Sequence[int]) -> None:
         """Decode the tensors in `numbers`, and put them at their indexes in `given` or into lists there."""
@@ -192,9 +195,9 @@ class CallNotes:
     # --- called by the helper, in the middle of an operator
 
     def _facts_of(self, name: str, overload: str) -> tuple[Any, ...]:
-        func, facts, told = _of_torch.get((name, overload, self._device_type)) or _facts(name, overload, self._device_type)
-        self._operators.append((func, facts))
-        return *told, len(self._operators) - 1
+        known = _of_torch.get((name, overload, self._device_type)) or _facts(name, overload, self._device_type)
+        self._operators.append(known)
+        return *known.told, len(self._operators) - 1
 
     def _note_settings(self) -> int:
         self._settings.append(settings_now(is_product=True))
@@ -217,24 +220,36 @@ class CallNotes:
                 self._before_write(value)
 
     def _note_born(self, operator: int, made: int, made_end: int) -> None:
-        self.births.note(self._operators[operator][0].name(), map(self._known, range(made, made_end)))
+        self.births.note(self._operators[operator].func.name(), map(self._known, range(made, made_end)))
 
 
-_Known = tuple[Any, OpFacts, tuple[Any, ...]]
+class _Known(NamedTuple):
+    """What is known of an operator."""
+
+    func: Any
+    facts: OpFacts
+    told: tuple[Any, ...]
+    """What the helper is told of it: flags, and then numbers."""
+    names: tuple[str, ...]
+    """Names of the arguments that are passed by name. They come last."""
+
+
+_IS_PRODUCT = 4
+"""Place in `_Known.told`."""
 
 _of_torch: dict[tuple[str, str, str], _Known] = {}
 """Facts about torch's own operators, by name, overload and device type. Torch's operators are never redefined."""
 
 
 def _facts(name: str, overload: str, device_type: str) -> _Known:
-    """Return an operator, its facts, and a tuple for the helper. The tuple has flags: skip it; it runs in parts; it is in
-    place, random, a product; version counters show its writes. Then: indices of arguments that it may write, number of
-    arguments, number of results."""
+    """Return what is known of an operator. The helper is told flags: skip it; it runs in parts; it is in place, random, a
+    product; version counters show its writes. Then: indices of arguments that it may write, number of arguments, number of
+    results."""
     namespace, _, base = name.partition("::")
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     except (AttributeError, RuntimeError):  # a query of `prim` that torch.ops lacks
-        return None, OpFacts(base), (True, False, False, False, False, False, [], 0, 0)
+        return _Known(None, OpFacts(base), (True, False, False, False, False, False, [], 0, 0), ())
     facts, arguments = OpFacts.of(func, device_type), func._schema.arguments
     written = [i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
     written.sort(key=lambda i: arguments[i].kwarg_only)
@@ -243,7 +258,8 @@ def _facts(name: str, overload: str, device_type: str) -> _Known:
     makes = any("Tensor" in str(one.type) for one in func._schema.returns)
     skip = not (facts.kernel or facts.uninitialised) or not (makes or written)
     kinds = skip, facts.composite, facts.in_place, facts.random, is_product(func), not facts.hidden_writes
-    known = func, facts, (*kinds, written, len(arguments), len(func._schema.returns))
+    told = *kinds, written, len(arguments), len(func._schema.returns)
+    known = _Known(func, facts, told, tuple(one.name for one in arguments if one.kwarg_only))
     if facts.is_torchs_own:
         _of_torch[name, overload, device_type] = known
     return known

@@ -276,11 +276,9 @@ class Argument(NamedTuple):
 class Operation:
     __slots__ = ("dropped", "facts", "func", "grad_enabled", "made_bytes", "number", "random_state", "settings")
 
-    def __init__(self, number: int, func: Any, facts: OpFacts) -> None:
-        self.number, self.func, self.facts = number, func, facts
-        self.grad_enabled = torch.is_grad_enabled()
-        """True if gradients were enabled. They are disabled inside a custom function's forward."""
-        self.settings = settings_now(is_product=is_product(func))
+    def __init__(self, number: int, func: Any, facts: OpFacts, settings: KernelSettings, *, grad_enabled: bool) -> None:
+        """`grad_enabled`: True if gradients were enabled. They are disabled inside a custom function's forward."""
+        self.number, self.func, self.facts, self.settings, self.grad_enabled = number, func, facts, settings, grad_enabled
         self.made_bytes = 0
         """Device memory, in bytes, of the storages that the operator made."""
         self.random_state: tuple[torch.Generator, Tensor] | None = None
@@ -472,7 +470,8 @@ class CallWatch(StepMode):
             noted, named = (map_leaves(given, Tensor, self._noted) for given in (args, kwargs))
         except _Opaque:
             noted = named = None
-        operation = Operation(self._number, func, facts)
+        settings = settings_now(is_product=is_product(func))
+        operation = Operation(self._number, func, facts, settings, grad_enabled=torch.is_grad_enabled())
         if facts.random and noted is not None:
             generator = generator_of(args, kwargs)
             if generator is not None:

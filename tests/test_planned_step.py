@@ -51,7 +51,7 @@ def planned(*plans: SwapPlan) -> PlannedStep:
 
 
 def took(step_us: float, *, busy_us: float | None = None) -> StepTime:
-    return StepTime(step_us, {}, step_us if busy_us is None else busy_us)
+    return StepTime(step_us, step_us if busy_us is None else busy_us)
 
 
 def follow(made: PlannedStep, step_us: dict[float, float], steps: int = 1) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device import SPECS, Device
+from chameleon_mm.device import Device
 from chameleon_mm.swap.copy_queue import CopyQueue, Move
 from chameleon_mm.swap.metrics import MAX_SPANS, CopySpan, Metrics
 from chameleon_mm.units import MIB
@@ -47,10 +47,6 @@ def made_up(**changed: object) -> cm.SwapReport:
         bytes_reclaimed=8 * MIB,
         swap_ins_on_demand=1,
         prefetches=7,
-        prefetches_timed=6,
-        prefetches_late=2,
-        late_us=1200.0,
-        uses_on_device=9,
         hidden_fraction=0.755,
         stall_us=1234.0,
         copy_us=5000.0,
@@ -79,8 +75,7 @@ def made_up(**changed: object) -> cm.SwapReport:
 
 
 UNMEASURED = {
-    "hidden_fraction": None, "stall_us": None, "copy_us": None, "timed_steps": 0, "spans": (), "prefetches_timed": None,
-    "prefetches_late": None, "late_us": None, "recompute_us": None,
+    "hidden_fraction": None, "stall_us": None, "copy_us": None, "timed_steps": 0, "spans": (), "recompute_us": None,
 }  # fmt: skip
 
 
@@ -138,7 +133,6 @@ def test_the_text_says_simulated_beside_every_time() -> None:
     )
     assert lines["not run again any more"] == "aten::mul"
     assert lines["stall (simulated)"] == "1.23 ms"
-    assert lines["late prefetches (simulated)"] == "2 of 6 in timed steps, 1.20 ms in all"
     assert lines["hidden share of copy time (simulated)"] == "75.5 %"
     assert not [label for label in dict(made_up(simulated=False, device="NVIDIA H200").rows()) if "simulated" in label]
 
@@ -146,7 +140,6 @@ def test_the_text_says_simulated_beside_every_time() -> None:
 def test_what_was_not_measured_says_so() -> None:
     lines = dict(made_up(**UNMEASURED).rows())
     assert lines["stall (simulated)"] == lines["hidden share of copy time (simulated)"] == "not measured"
-    assert lines["late prefetches (simulated)"] == "not measured"
     assert "None" not in str(made_up(**UNMEASURED))
 
 
@@ -157,20 +150,6 @@ def test_where_there_is_no_plan_the_text_says_so() -> None:
     lines = dict(nothing.rows())
     assert (lines["latest plan"], lines["what the steps were"]) == ("none", "none ended")
     assert "predicted" not in str(nothing)
-
-
-@pytest.mark.parametrize("h2d_gbps", [1.0, 1000.0])
-def test_prefetches_are_late_where_the_link_is_slow(h2d_gbps: float) -> None:
-    spec = dataclasses.replace(SPECS["h200"], h2d_gbps=h2d_gbps, d2h_gbps=1000.0, duplex_gbps=1000.0 + h2d_gbps, hbm_gbps=100.0)
-    report = trained(cm.SimDevice(spec), steps=3, budget_bytes=10 * MIB)
-    assert report.prefetches_timed is not None and report.prefetches_late is not None
-    assert report.late_us is not None and report.stall_us is not None
-    assert 0 < report.prefetches_timed <= report.prefetches
-    if h2d_gbps == 1.0:
-        assert 0 < report.prefetches_late <= report.prefetches_timed
-        assert 0 < report.late_us <= report.stall_us
-    else:
-        assert (report.prefetches_late, report.late_us) == (0, 0.0)
 
 
 def test_a_session_measures_the_steps_that_go_by_its_plan(sim: cm.SimDevice) -> None:

@@ -184,7 +184,7 @@ def test_each_step_is_a_bar_as_high_as_its_peak(page: Any, report: cm.SwapReport
 
 
 def as_shown(row: TensorRow) -> list[str]:
-    times = (row.saved_us, row.away_us, row.back_us, row.used_us, row.stall_us, row.measured_stall_us)
+    times = (row.saved_us, row.away_us, row.back_us, row.used_us, row.stall_us)
     moved = format_size(row.moved_bytes) if row.moved_bytes else "\u2013"
     return [row.name, row.does, format_size(row.nbytes), moved, *("\u2013" if us is None else format_us(us) for us in times)]
 
@@ -252,7 +252,7 @@ def test_a_row_that_is_picked_shows_its_copies(page: Any, picture: StepPicture) 
 def test_a_long_table_grows_when_asked(driver: Any, tmp_path: Path) -> None:
     trace = chain(layers=60)
     plan = random_plan(Random(0), trace)
-    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=False, times_us=(), latest=None)
+    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=False, times_us=())
     made_up(planned=planned).save_html(tmp_path / "long.html")
     driver.get((tmp_path / "long.html").as_uri())
     everything = len(picture_of(planned).tensors)
@@ -350,7 +350,7 @@ def hostile_report(report: cm.SwapReport) -> cm.SwapReport:
 def large_report(report: cm.SwapReport) -> cm.SwapReport:
     trace = chain(layers=1000)
     plan = random_plan(Random(0), trace)
-    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=True, times_us=(), latest=None)
+    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=True, times_us=())
     (first, *_) = report.step_figures
     return dataclasses.replace(report, planned=planned, step_figures=(first,) * 3000)
 

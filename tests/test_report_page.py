@@ -120,7 +120,7 @@ def test_compute_adds_up_under_any_plan(seed: int) -> None:
     trace = random_step(random)
     plan = random_plan(random, trace)
     timeline = simulate(trace, plan, H200_LINK)
-    found = picture_of(PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=False, times_us=(), latest=None))
+    found = picture_of(PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=False, times_us=()))
     stalls_us = sum(bar.end_us - bar.start_us for bar in found.compute if bar.kind == "stall")
     assert stalls_us == pytest.approx(timeline.stall_us)
     works_us = sum(bar.end_us - bar.start_us for bar in found.compute if bar.kind != "stall")
@@ -251,7 +251,7 @@ def test_a_step_of_5000_tensors_stays_small_and_whole(tmp_path: Path) -> None:
     trace = chain(layers=1000)
     plan = random_plan(Random(0), trace)
     assert len(plan.swaps) > 3000
-    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=True, times_us=(), latest=None)
+    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=True, times_us=())
     page = page_of(made_up(planned=planned), tmp_path)
     assert len(page.source.encode()) < 2 * MIB
     tensors = page.data["tensors"]

@@ -53,7 +53,7 @@ class PlanTrial:
     """Compiled plan, and the times of the steps that followed it. `program_waits_us`: simulated waits of the program's own
     copies. Measurements count these waits as operator time."""
 
-    __slots__ = ("busy_us", "program", "program_waits_us", "recompute", "time", "times_us")
+    __slots__ = ("busy_us", "program", "program_waits_us", "recompute", "times_us")
 
     def __init__(self, program: StepProgram, recompute: RecomputePlan | None, program_waits_us: float = 0.0) -> None:
         self.program = program
@@ -63,8 +63,6 @@ class PlanTrial:
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
         """Time of each of these steps without compute's waits for copies."""
-        self.time: StepTime | None = None
-        """Times of the latest step that followed the plan; None: no step has."""
 
     @property
     def step_us(self) -> float:
@@ -235,7 +233,6 @@ class PlannedStep:
         for times, us in ((trial.times_us, time.step_us), (trial.busy_us, time.busy_us)):
             times.append(us)
             del times[:-SAMPLES]
-        trial.time = time
         self._since_plans += 1
 
     @property

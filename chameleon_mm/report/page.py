@@ -242,7 +242,6 @@ MOST_TENSORS = 8_000
 _COLUMNS = (
     ("name", "tensor"), ("does", "plan"), ("bytes", "size"), ("moved_bytes", "crosses"), ("saved_us", "made"),
     ("away_us", "away"), ("back_us", "back"), ("used_us", "used"), ("stall_us", "stall"),
-    ("measured_stall_us", "waited"),
 )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def _sizes(*given: Any) -> list[str]:
     return [next(texts) if isinstance(nbytes, int) else "not given" for nbytes in given]
 
 
-_TIMED = ("prefetches_timed", "prefetches_late", "late_us", "stall_us", "copy_us", "recompute_us")
+_TIMED = ("stall_us", "copy_us", "recompute_us")
 """Figures that are None unless a step was timed."""
 
 _NOT_FIGURES = frozenset({"spans", "timed", "planned", "step_figures"})
@@ -164,12 +164,6 @@ class SwapReport(Counters):
     """Bytes that operators of the program itself copied to the host in the latest planned step. The session did not make these
     copies. `program_bytes_back`: from the host."""
     program_bytes_back: int = 0
-    prefetches_timed: int | None
-    """Used prefetches in timed steps, each counted at its first use."""
-    prefetches_late: int | None
-    """Prefetches among `prefetches_timed` for which compute had to wait."""
-    late_us: float | None
-    """Time that compute waited for late prefetches; part of `stall_us`."""
     hidden_fraction: float | None
     """1 - stall / copy time: the share of the copies' time during which compute did not wait."""
     stall_us: float | None
@@ -331,7 +325,6 @@ class SwapReport(Counters):
         inside = f", {format_size(by_allocator)} of it inside of an allocation" if by_allocator else ""
         since = "" if lowered is None else f", within {format_size(lowered)} since"
         mine = f"{format_size(self.program_bytes_out)} out, {format_size(self.program_bytes_back)} back"
-        late = f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
         also = ", others too" * (self.timed_steps > self.steps)
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         phases = ", ".join(f"{count} {StepKind(kind)}" for kind, count in self.steps_by_phase.items()) or "none ended"
@@ -358,8 +351,6 @@ class SwapReport(Counters):
             *([("the program's own copies", f"{mine} a step")] if self.program_bytes_out or self.program_bytes_back else []),
             ("reclaimed", format_size(self.bytes_reclaimed) + inside),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
-            (f"late prefetches{clock}", late if self.prefetches_timed and self.late_us is not None else "not measured"),
-            ("uses found on the device", str(self.uses_on_device)),
             (f"hidden share of copy time{clock}", self._apart("hidden_fraction", _percent)),
             (f"stall{clock}", self._apart("stall_us", format_us)),
             ("pinned host memory", host),

@@ -4,7 +4,7 @@
     picture = picture_of(source)                  # simulates the plan once
     picture.memory, picture.compute, picture.copies, picture.tensors
 
-All times are predictions of the plan's simulation, except `measured_*`.
+All times are predictions of the plan's simulation, except `times_us`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from chameleon_mm.plan.unswapped_memory import (
     peak_memory,
     place_of,
 )
-from chameleon_mm.swap.metrics import StepTime
 
 # --- Readable names of a trace's storages: path of the saving module, if known, and the operator that made the storage
 #
@@ -83,8 +82,6 @@ class PlannedStepData:
     """True if no step of these sizes was recorded: its trace was computed from traces of other sizes."""
     times_us: tuple[float, ...]
     """Times of the latest steps that followed the plan and were timed in full."""
-    latest: StepTime | None
-    """Times of the latest of these steps."""
 
     @classmethod
     def of(cls, planned: PlannedStep) -> PlannedStepData | None:
@@ -98,7 +95,6 @@ class PlannedStepData:
             link=link,
             predicted=planned.predicted_by is not None,
             times_us=tuple(current.times_us),
-            latest=current.time,
         )
 
 
@@ -136,8 +132,6 @@ class TensorRow:
     """Predicted time of the first use in backward; for a held storage, of the first recomputation that reads it."""
     stall_us: float
     """Predicted time that compute waits for the storage's copies."""
-    measured_stall_us: float | None
-    """Time that compute waited for the storage's copies in the latest fully timed step; None: no step was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -244,7 +238,7 @@ def _what_is_done(plan: SwapPlan) -> dict[int, _Done]:
 
 
 def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Done]) -> tuple[TensorRow, ...]:
-    trace, plan, latest = source.trace, source.plan, source.latest
+    trace, plan = source.trace, source.plan
     candidates = Candidates.of(trace)
     first_use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
     swaps = {action.tensor: action for action in plan.swaps if not action.again}
@@ -262,7 +256,6 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
         swap, nbytes = swaps.get(number), int(trace.tensor_bytes[number])
         goes = swap or (action if kind == RECOMPUTED else None)
         back_us = None if goes is None else float(hook_us[goes.in_at]) if swap is None else arrives_us.get(number)
-        measured_us = None if latest is None else latest.stalls_us.get(number, 0.0)
         used_at = first_use[number] if number in first_use or action is None else action.use_at
         born = int(trace.tensor_born[number])
         rows.append(
@@ -277,7 +270,6 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
                 back_us=back_us,
                 used_us=float(hook_us[used_at]),
                 stall_us=predicted_us[number],
-                measured_stall_us=measured_us,
             )
         )
     return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.tensor)))

@@ -358,7 +358,6 @@ class HandOver:
         firsts = [first for first in moved if first > self._since]
         for first in firsts:
             self._order.used(self._index_at(way, first))
-        totals.uses_on_device += len(firsts)
         executor.hook_counts.saves += hook - self._since - len(uses)
         executor.hook_counts.uses += len(uses)
         for row in uses[-1:]:

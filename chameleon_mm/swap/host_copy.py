@@ -3,7 +3,7 @@
 copy = HostCopy.begin(block, source, start, saves, after, context, at_once=False)   # queues the copy out
 copy.issue_out(nbytes); copy.is_complete
 copy.begin_back(destination, start, compute, at_once=False)                         # queues the copy back
-copy.arrive(compute, tensor, prefetched=True); copy.settle_back(stream, nbytes); copy.release()
+copy.arrive(compute); copy.settle_back(stream, nbytes); copy.release()
 """
 
 from __future__ import annotations
@@ -175,19 +175,15 @@ class HostCopy:
         context.metrics.moved(back, "in", back.nbytes)
         return True
 
-    def arrive(self, compute: Stream, tensor: int | None, *, prefetched: bool) -> None:
-        """Order `compute` after the copy back, for a use of the plan's tensor `tensor`. `prefetched`: it began before this
-        use."""
+    def arrive(self, compute: Stream) -> None:
+        """Order `compute` after the copy back, for a use."""
         assert self.back is not None
-        metrics = self.context.metrics
         arrived = self.read = self.context.back_queue.issue(self.back)
         if self.arrived_on is compute:
             return
         if not arrived.query():
             with annotation("chameleon::wait"):  # Note [Swap-in]: the use must come after the copy back
-                metrics.wait(compute, arrived, "in", tensor, prefetched=prefetched)
-        elif prefetched:
-            metrics.on_time()
+                self.context.metrics.wait(compute, arrived, "in")
         self.arrived_on = compute
 
     def settle_back(self, owner: Stream, nbytes: int) -> None:

@@ -14,7 +14,7 @@ import enum
 import logging
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -30,16 +30,11 @@ from chameleon_mm.swap.copy_queue import Move, Piece
 
 Direction = Literal["out", "in"]
 
-EVENT_GAP_US = 10.0
-"""Time in us that a GPU takes from one timed event to the next without a wait. A shorter wait does not count as a stall."""
-
 
 class StepTime(NamedTuple):
     """Times of one step, in microseconds of the device's clock."""
 
     step_us: float
-    stalls_us: dict[int, float]
-    """Time that compute waited for copies of each storage, out and back, by the storage's number in the plan."""
     busy_us: float
     """Time of the step without its waits for copies, out or back."""
 
@@ -47,15 +42,13 @@ class StepTime(NamedTuple):
 class StepSums:
     """Sums of the times of one timed step that are known so far, in microseconds of the device's clock."""
 
-    __slots__ = ("begin", "copy_us", "end", "recompute_us", "stall_us", "stalls_us")
+    __slots__ = ("begin", "copy_us", "end", "recompute_us", "stall_us")
 
     def __init__(self, begin: Event) -> None:
         self.begin = begin
         self.end: Event | None = None
         """Event at the step's end; None until `Metrics.end_step` records it."""
         self.stall_us = self.copy_us = self.recompute_us = 0.0
-        self.stalls_us = defaultdict[int, float](float)
-        """Share of each storage in `stall_us`, by its number in the plan. Only for storages that the plan has."""
 
     @property
     def is_over(self) -> bool:
@@ -197,8 +190,6 @@ class Counters:
     """Swap-ins that began at the use."""
     prefetches: int = 0
     """Swap-ins that began before the use."""
-    uses_on_device: int = 0
-    """Uses without a swap-in on demand: the storage stayed, has other memory, or was prefetched, unpacked or recomputed."""
     budget_misses: int = 0
     """Memory checks and requests for room that found memory above the budget and nothing left to reclaim."""
     fallbacks: int = 0
@@ -233,12 +224,6 @@ class Totals(Counters):
     """Completed and failed steps, by kind. Steps in a graph capture or in a forked child are not counted."""
     stall_us: float = 0.0
     copy_us: float = 0.0
-    prefetches_timed: int = 0
-    """Prefetches in timed steps. Each is counted at its use."""
-    prefetches_late: int = 0
-    """Prefetches among `prefetches_timed` that compute had to wait for."""
-    late_us: float = 0.0
-    """Total time that compute waited for late prefetches."""
     recompute_us: float = 0.0
     """Time in which compute recomputed dropped storages in timed steps, without the comparisons."""
     kept_by_reason: Counter[str] = field(default_factory=Counter)
@@ -277,7 +262,7 @@ class Metrics:
         """Time of the current origin on the clock of the spans. The first origin is the zero of that clock."""
         self._next_origin: Event | None = None
         # The last field of each entry holds the sums of its step.
-        self._waits: deque[tuple[Event, Event, Direction, int | None, bool, StepSums | None]] = deque()
+        self._waits: deque[tuple[Event, Event, Direction, StepSums | None]] = deque()
         self._moves: deque[tuple[Move, str, StepSums | None]] = deque()
         self._recomputations: deque[tuple[Event, Event, StepSums | None]] = deque()
         self._begun: _BegunStep | None = None
@@ -344,22 +329,17 @@ class Metrics:
         self.resolve()
         if not sums.is_over or any(entry[-1] is sums for entry in list(self._waits)):
             return None
-        return StepTime(sums.step_us, dict(sums.stalls_us), sums.step_us - sums.stall_us)
+        return StepTime(sums.step_us, sums.step_us - sums.stall_us)
 
-    def wait(
-        self, compute: Stream, event: Event, direction: Direction, tensor: int | None = None, *, prefetched: bool = False
-    ) -> None:
-        """Order `compute` after a copy's `event`. In a timed step, measure how long compute waits.
-
-        `tensor`: the storage's number in the plan. `prefetched`: True for a copy back that began before its use.
-        """
+    def wait(self, compute: Stream, event: Event, direction: Direction) -> None:
+        """Order `compute` after a copy's `event`. In a timed step, measure how long compute waits."""
         if not self.timed:
             compute.wait(event)
             return
         before = compute.record(timed=True)
         compute.wait(event)
         after = compute.record(timed=True)
-        self._waits.append((before, after, direction, tensor, prefetched, self.step))
+        self._waits.append((before, after, direction, self.step))
 
     @contextmanager
     def timing_recomputation(self, compute: Stream) -> Iterator[None]:
@@ -370,10 +350,6 @@ class Metrics:
         before = compute.record(timed=True)
         yield
         self._recomputations.append((before, compute.record(timed=True), self.step))
-
-    def on_time(self) -> None:
-        """Count a prefetch that the host saw complete at its use, which is before the device reaches that use."""
-        self.totals.prefetches_timed += self.timed
 
     def moved(self, move: Move, direction: str, nbytes: int) -> None:
         if direction == "out":
@@ -395,8 +371,11 @@ class Metrics:
             if self._origin is not None and self._origin.query():
                 self._move_origin(self._origin)
                 while self._waits and self._waits[0][1].query():
-                    before, after, direction, tensor, prefetched, sums = self._waits.popleft()
-                    self._add_wait(self._add_span(direction, before, after), tensor, sums, prefetched=prefetched)
+                    before, after, direction, sums = self._waits.popleft()
+                    stall_us = self._add_span(direction, before, after)
+                    self.totals.stall_us += stall_us
+                    if sums is not None:
+                        sums.stall_us += stall_us
                 while self._recomputations and self._recomputations[0][1].query():
                     before, after, sums = self._recomputations.popleft()
                     took_us = self._add_span("recompute", before, after)
@@ -436,18 +415,6 @@ class Metrics:
         start_us = self._origin_us + begun.begin.elapsed_us(self._origin)
         end_us = start_us + end.elapsed_us(begun.begin)
         self._step_spans.append((begun.number, kind.value, start_us, end_us, begun.host_us, begun.unix_ns))
-
-    def _add_wait(self, stall_us: float, tensor: int | None, sums: StepSums | None, *, prefetched: bool) -> None:
-        self.totals.stall_us += stall_us
-        if sums is not None:
-            sums.stall_us += stall_us
-            if tensor is not None and stall_us > EVENT_GAP_US:
-                sums.stalls_us[tensor] += stall_us
-        if prefetched:
-            self.totals.prefetches_timed += 1
-            if stall_us > EVENT_GAP_US:
-                self.totals.prefetches_late += 1
-                self.totals.late_us += stall_us
 
     def _move_origin(self, origin: Event) -> None:
         """Move the origin to the beginning of the latest timed step, once the device has reached that."""

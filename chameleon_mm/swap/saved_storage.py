@@ -273,7 +273,7 @@ class SavedStorage:
         """Order compute after the copy out, which was handed to the device and ends at `done`."""
         # Note [Reclaim]: the next owner of the device memory must come after the copy. If the storage stays, compute's next
         # writes to it must come after the copy, too.
-        self._context.metrics.wait(self.slot.alloc_stream, done, "out", self.number)
+        self._context.metrics.wait(self.slot.alloc_stream, done, "out")
 
     def _reclaim(self, *, has_room: bool) -> bool:
         """Free the device memory, after the copy out. `has_room`: False if there was no memory for the part that stays; then
@@ -342,14 +342,13 @@ class SavedStorage:
         assert self.state is State.ON_HOST and self.copy is None
         self._came_back(State.RESTORED, compute)
 
-    def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
-        """Order `compute` after the copy back; the storage may then be used there. `prefetched`: True if the copy began before
-        this use."""
+    def arrive(self, compute: Stream) -> torch.UntypedStorage:
+        """Order `compute` after the copy back; the storage may then be used there."""
         copy, storage = self.copy, self.slot.storage
         assert storage is not None
         if copy is None or copy.back is None:
             return storage  # the form filled it on the allocating stream, or it was never freed
-        copy.arrive(compute, self.number, prefetched=prefetched)
+        copy.arrive(compute)
         self._to(State.RESTORED)
         return storage
 

@@ -416,10 +416,8 @@ class StepLoop:
         """Order compute after the latest copy of a storage."""
         if not self._timed:
             self._compute.wait(slot.done)
-        elif direction == "in" and slot.done.query():  # the host saw it complete
-            self._metrics.on_time()
-        else:
-            self._metrics.wait(self._compute, slot.done, direction, slot.number, prefetched=direction == "in")
+        elif direction == "out" or not slot.done.query():
+            self._metrics.wait(self._compute, slot.done, direction)
         del self._under_copy[slot.number]
 
     def _let_go(self, slot: LoopSlot) -> None:

@@ -51,7 +51,6 @@ class SwapIns:
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """Bring the storage to the device, with its bytes, ready for `compute`. Raises `torch.OutOfMemoryError`."""
-        totals = self._context.metrics.totals
         if saved.swap_in_failed:
             saved.drop_restored()  # the copy back was refused
         elif (
@@ -73,11 +72,9 @@ class SwapIns:
             way = self._budget.way
             is_planned = way is not None and (way.hook, saved.number) in way.program.backs
             self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
-            totals.swap_ins_on_demand += 1
-            return saved.arrive(compute)
-        totals.uses_on_device += 1
+            self._context.metrics.totals.swap_ins_on_demand += 1
         if saved.state in (State.SWAPPING_IN, State.RESTORED):
-            return saved.arrive(compute, prefetched=saved.state is State.SWAPPING_IN)
+            return saved.arrive(compute)
         storage = saved.device
         assert storage is not None
         return storage

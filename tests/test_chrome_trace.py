@@ -1,4 +1,4 @@
-"""Trace file: the fields that Perfetto needs, agreement with the report's numbers, and its clock.
+"""Trace file: the fields that Perfetto needs, and agreement with the report's numbers.
 
 report -> save_trace -> JSON -> tracks and counters
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +19,11 @@ import torch
 from torch.cuda import _memory_viz
 
 import chameleon_mm as cm
-from chameleon_mm.device import Device
 from chameleon_mm.plan.trace import with_extra
 from chameleon_mm.plan.unswapped_memory import peak_memory
-from chameleon_mm.report.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, readings, write_trace
+from chameleon_mm.report.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, readings
 from chameleon_mm.report.memory_snapshot import snapshot_of
-from chameleon_mm.swap.metrics import CopySpan, MemorySample, StepSpan, TimedSpans
+from chameleon_mm.swap.metrics import MemorySample, StepSpan, TimedSpans
 from chameleon_mm.units import MIB
 from tests._report_sessions import gpt_report
 from tests._traces import random_step
@@ -123,7 +121,7 @@ def test_counters_stay_within_the_reports_peaks(report: cm.SwapReport, tmp_path:
 
 
 def test_readings_are_as_long_after_their_steps_begin_as_the_host_was() -> None:
-    steps = (StepSpan(0, "recorded", 0.0, 90.0, 1000.0, 0), StepSpan(1, "planned", 100.0, 190.0, 1050.0, 0))
+    steps = (StepSpan(0, "recorded", 0.0, 90.0, 1000.0), StepSpan(1, "planned", 100.0, 190.0, 1050.0))
     memory = (
         MemorySample(990.0, 1, 1), MemorySample(1000.0, 2, 0), MemorySample(1020.0, 3, 0), MemorySample(1060.0, 4, 0),
     )  # fmt: skip
@@ -151,35 +149,6 @@ def test_the_last_step_has_no_readings_of_the_next_one(sim: cm.SimDevice) -> Non
     sim.synchronize()
     after = [at_us for at_us, *_ in readings(session.report().timed)]
     assert during == before == after[: len(before)] and len(before) < len(after)
-
-
-# --- on the clock of torch.profiler's files
-
-
-def test_zero_is_where_the_first_step_began_on_the_wall_clock(device: Device, tmp_path: Path) -> None:
-    session = cm.SwapSession(device.allocated_bytes() + 6 * MIB, "64MiB", device)
-    with session:
-        before_ns = time.time_ns()
-        with session.step():
-            torch.randn(512, 512, device=device.torch_device, requires_grad=True).tanh().exp().sum().backward()
-    session.report().save_trace(tmp_path / "trace.json")
-    zero_ns = json.loads((tmp_path / "trace.json").read_text())["baseTimeNanoseconds"]
-    assert before_ns - 1_000_000 < zero_ns < time.time_ns()  # a GPU's events are timed to some microseconds
-
-
-def test_on_a_device_the_tightest_bound_puts_it_on_the_clock(tmp_path: Path) -> None:
-    """The device lags the host by 500 us in the first step, and by 3 us in the second."""
-    zero_ns = 1_700_000_000_000_000_000
-    first = StepSpan(0, "recorded", 0.0, 90.0, 0.0, zero_ns - 500_000)
-    steps = (first, StepSpan(1, "planned", 1000.0, 1090.0, 0.0, zero_ns + 997_000))
-    timed, copies = TimedSpans(steps=steps), (CopySpan("out", 10.0, 20.0, MIB),)
-    for simulated, behind_ns in ((False, 3_000), (True, 500_000)):
-        about = {"device": "a device", "simulated": simulated}
-        write_trace(tmp_path / "trace.json", copies, timed, hbm_budget_bytes=MIB, about=about)
-        document = json.loads((tmp_path / "trace.json").read_text())
-        assert document["baseTimeNanoseconds"] == zero_ns - behind_ns
-        (copy,) = slices(document["traceEvents"])[D2H]
-        assert (copy["ts"], copy["dur"]) == (10.0, 10.0)
 
 
 # --- memory for torch's own viewer

@@ -31,26 +31,9 @@ _WAITS = {"out": "wait for a swap out", "in": "wait for a swap in", "recompute":
 def write_trace(
     path: str | Path, copies: Sequence[CopySpan], timed: TimedSpans, *, hbm_budget_bytes: int, about: Mapping[str, Any]
 ) -> None:
-    """Write the file. Its `baseTimeNanoseconds` is the wall clock at time zero, as in torch.profiler's files. `about`: other
-    figures for the file, including "device" and "simulated"."""
+    """Write the file. `about`: other figures for the file, including "device" and "simulated"."""
     events = list(_events(copies, timed, hbm_budget_bytes, about))
-    document: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
-    if (zero_ns := _unix_ns_at_zero(timed, simulated=about["simulated"])) is not None:
-        document["baseTimeNanoseconds"] = zero_ns
-    write_file(path, json.dumps(document))
-
-
-def _unix_ns_at_zero(timed: TimedSpans, *, simulated: bool) -> int | None:
-    """Return the wall clock, in ns, at the beginning of the first timed step; None: no step was timed.
-
-    The device begins a step only after the host has enqueued its beginning. So each step gives a lower bound of time zero:
-    `unix_ns - start_us`. The error of the largest bound is at most the device's delay after the host at that step. A simulated
-    clock runs at its own pace: its time zero is set by the first stored step.
-    """
-    bounds_ns = [step.unix_ns - round(step.start_us * 1e3) for step in timed.steps]
-    if not bounds_ns:
-        return None
-    return bounds_ns[0] if simulated else max(bounds_ns)
+    write_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}))
 
 
 def _events(

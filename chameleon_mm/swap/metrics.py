@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,8 +122,6 @@ class StepSpan:
     end_us: float
     host_us: float
     """Value of the device's `host_us` when the host began the step. On a GPU not later than `start_us`."""
-    unix_ns: int
-    """Same moment on the wall clock, in ns, as torch.profiler counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +159,6 @@ class _BegunStep(NamedTuple):
     number: int
     begin: Event
     host_us: float
-    unix_ns: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -271,7 +267,7 @@ class Metrics:
         """Timed steps that ended on the host but not yet on the device."""
         # Plain tuples with the fields of `WaitSpan` and `StepSpan`: the garbage collector does not scan tuples of numbers.
         self._wait_spans: deque[tuple[str, float, float]] = deque(maxlen=MAX_WAITS)
-        self._step_spans: deque[tuple[int, str, float, float, float, int]] = deque(maxlen=MAX_STEPS)
+        self._step_spans: deque[tuple[int, str, float, float, float]] = deque(maxlen=MAX_STEPS)
         self._resolving = threading.Lock()
         """Lock under which one thread resolves. Other threads only append to the deques above, which is atomic."""
 
@@ -293,10 +289,10 @@ class Metrics:
             return
         self.timed = True
         self.totals.timed_steps += 1
-        unix_ns, host_us = time.time_ns(), self.host_us()
+        host_us = self.host_us()
         origin = compute.record(timed=True)
         self.step = StepSums(origin)
-        self._begun = _BegunStep(self.totals.steps_by_kind.total(), origin, host_us, unix_ns)
+        self._begun = _BegunStep(self.totals.steps_by_kind.total(), origin, host_us)
         if self._origin is None:
             self._origin = origin
         # A GPU reports elapsed milliseconds as a 32-bit float. After an hour its resolution is 0.25 ms, so the origin must
@@ -414,7 +410,7 @@ class Metrics:
         assert self._origin is not None
         start_us = self._origin_us + begun.begin.elapsed_us(self._origin)
         end_us = start_us + end.elapsed_us(begun.begin)
-        self._step_spans.append((begun.number, kind.value, start_us, end_us, begun.host_us, begun.unix_ns))
+        self._step_spans.append((begun.number, kind.value, start_us, end_us, begun.host_us))
 
     def _move_origin(self, origin: Event) -> None:
         """Move the origin to the beginning of the latest timed step, once the device has reached that."""

@@ -23,7 +23,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, PeakWatch
 from chameleon_mm.pool.free_list import FreeList
 from chameleon_mm.report import step_history
-from chameleon_mm.report.step_history import StepFigures, parts_of, sums_of
+from chameleon_mm.report.step_history import StepFigures, line_of, sums_of
 from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import GIB, MIB, format_us
 from tests._fakes import refusing
@@ -64,11 +64,6 @@ class Training:
     def bits(self, losses: list[Tensor]) -> list[Tensor]:
         state = [value["momentum_buffer"] for value in self.optimizer.state.values()]
         return [tensor.detach().cpu().clone() for tensor in (*losses, *self.model.parameters(), *state)]
-
-
-def line_of(figures: StepFigures) -> str:
-    """Line on a step's cost, as plain text."""
-    return "  ".join(text for text, _ in parts_of(figures))
 
 
 def session_on(device: Device, **settings: Any) -> cm.SwapSession:
@@ -357,7 +352,7 @@ def test_a_step_that_runs_again_is_two_and_the_function_makes_none_run_again(dev
 
 
 def test_a_line_says_phase_memory_and_what_copies_cost() -> None:
-    assert line_of(figures()) == "step 12  planned         HBM 14.2 of 16.0 GiB  host 3.00 GiB  hidden 98 %  stall 1.20 ms"
+    assert line_of(figures()) == "step 12  planned         HBM 14.2 GiB of 16.0 GiB  host 3.00 GiB  hidden 98 %  stall 1.20 ms"
     assert line_of(figures(simulated=True)).endswith("  stall 1.20 ms  simulated")
 
 
@@ -395,16 +390,17 @@ def test_sums_of_steps_say_what_is_known_of_them() -> None:
 
 def test_a_line_leaves_out_what_was_not_measured() -> None:
     untimed = figures(step_us=None, stall_us=None, copy_us=None, recompute_us=None, kind=StepKind.PARTLY_PLANNED)
-    assert line_of(untimed) == "step 12  partly planned  HBM 14.2 of 16.0 GiB  host 3.00 GiB"
+    assert line_of(untimed) == "step 12  partly planned  HBM 14.2 GiB of 16.0 GiB  host 3.00 GiB"
     assert "hidden" not in line_of(figures(copy_us=0.0, stall_us=0.0))
 
 
 def test_a_line_says_that_a_budget_was_exceeded() -> None:
     over = figures(peak_hbm_bytes=17 * GIB, peak_hbm_at_most_bytes=17 * GIB)
-    assert "HBM 17.0 of 16.0 GiB EXCEEDED  " in line_of(over)
+    assert "HBM 17.0 GiB of 16.0 GiB EXCEEDED  " in line_of(over)
     assert "HBM 512 B of 16.0 GiB  " in line_of(figures(peak_hbm_bytes=512, peak_hbm_at_most_bytes=512))
-    assert "HBM at least 14.2 of 16.0 GiB  " in line_of(figures(peak_hbm_at_most_bytes=17 * GIB))
-    assert "HBM at least 17.0 of 16.0 GiB EXCEEDED  " in line_of(figures(peak_hbm_bytes=17 * GIB, peak_hbm_at_most_bytes=None))
+    assert "HBM at least 14.2 GiB of 16.0 GiB  " in line_of(figures(peak_hbm_at_most_bytes=17 * GIB))
+    unknown = line_of(figures(peak_hbm_bytes=17 * GIB, peak_hbm_at_most_bytes=None))
+    assert "HBM at least 17.0 GiB of 16.0 GiB EXCEEDED  " in unknown
 
 
 def test_a_session_writes_a_line_a_step_to_stderr(device: Device, capsys: pytest.CaptureFixture[str]) -> None:

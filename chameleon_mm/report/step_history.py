@@ -135,20 +135,13 @@ def log_values(steps: Sequence[StepFigures]) -> dict[str, float]:
 
 _log = logging.getLogger(__name__)
 
-_STYLES = {
-    StepKind.PLANNED: "green",
-    StepKind.PARTLY_PLANNED: "yellow",
-    StepKind.RECORDED: "cyan",
-    StepKind.BY_RULE: "yellow",
-    StepKind.FAILED: "bold red",
-}
 _KIND_WIDTH = max(len(str(kind)) for kind in StepKind)
 
 
 def teller_of(progress: object) -> Callable[[StepFigures], object] | None:
     """Return the function to call with the figures of each step; None: there is none. Raises `TypeError`."""
     if progress is True:
-        return _step_lines()
+        return lambda figures: sys.stderr.write(f"{line_of(figures)}\n")
     if callable(progress) and not isinstance(progress, type):
         return progress
     if progress is not False:
@@ -159,38 +152,22 @@ def teller_of(progress: object) -> Callable[[StepFigures], object] | None:
     return None
 
 
-def _step_lines() -> Callable[[StepFigures], object]:
-    """Return a function that writes a line for a step: in colour if stderr is a terminal, else as plain text.
-
-    There is no live display, because a program can have only one, which the user may need.
-    """
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True, highlight=False, force_jupyter=False)
-    return lambda figures: console.print(Text("  ").join(Text(*part) for part in parts_of(figures)), soft_wrap=True)
-
-
-def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
-    """Return the parts of a step's line, each with its style for rich."""
-    peak, budget = str(figures.peak), format_size(figures.hbm_budget_bytes)
-    amount, _, unit = peak.rpartition(" ")
-    if budget.endswith(f" {unit}"):
-        peak = amount
-    over = figures.peak_hbm_bytes > figures.hbm_budget_bytes
+def line_of(figures: StepFigures) -> str:
+    """Return the line on a step."""
+    over = " EXCEEDED" if figures.peak_hbm_bytes > figures.hbm_budget_bytes else ""
     parts = [
-        (f"step {figures.index}", "bold"),
-        (f"{figures.kind!s:<{_KIND_WIDTH}}", _STYLES[figures.kind]),
-        (f"HBM {peak} of {budget}{' EXCEEDED' if over else ''}", "bold red" if over else ""),
-        (f"host {format_size(figures.host_bytes)}", ""),
+        f"step {figures.index}",
+        f"{figures.kind!s:<{_KIND_WIDTH}}",
+        f"HBM {figures.peak} of {format_size(figures.hbm_budget_bytes)}{over}",
+        f"host {format_size(figures.host_bytes)}",
     ]
     if figures.hidden_fraction is not None:
-        parts.append((f"hidden {100 * figures.hidden_fraction:.0f} %", ""))
+        parts.append(f"hidden {100 * figures.hidden_fraction:.0f} %")
     if figures.stall_us is not None:
-        parts.append((f"stall {format_us(figures.stall_us)}", ""))
+        parts.append(f"stall {format_us(figures.stall_us)}")
         if figures.simulated:
-            parts.append(("simulated", "dim"))
-    return [*parts, ("warm-up", "dim")] if figures.warm_up else parts
+            parts.append("simulated")
+    return "  ".join([*parts, "warm-up"] if figures.warm_up else parts)
 
 
 ALWAYS_TIMED_STEPS = 3

@@ -109,7 +109,7 @@ class Stress:
             # ... and the rest is dropped, as by a thread that died
 
     def round(self, number: int, operations: int) -> None:
-        at_once([*(partial(self.work, number * THREADS + seed, operations) for seed in range(THREADS)), self.pool.trim])
+        at_once([*(partial(self.work, number * THREADS + seed, operations) for seed in range(THREADS)), self.pool.take_back])
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_cookies_survive_threads(rounds: int, operations: int) -> None:
     stats = pool.stats()
     assert (stats.num_live, stats.live_bytes, stats.requested_bytes) == (0, 0, 0)
     pool.close()
-    assert pool.stats().reserved_bytes == pool.stats().pageable_bytes == 0
+    assert (pool.stats().reserved_bytes, pool._ledger.ending) == (0, [])
 
 
 # --- interrupts: at any line of what gets and gives back chunks
@@ -177,7 +177,7 @@ class Interrupt:
 
 
 def use(pool: PinnedPool) -> None:
-    """Chunks come, are merged into a larger one, refused, trimmed; the limit is four chunks, for a moment one."""
+    """Chunks come, are merged into a larger one, refused; the limit is four chunks, for a moment one."""
     pool.limit_bytes = 4 * CHUNK  # also where an earlier use was interrupted while it was lower
     blocks = [pool.allocate(CHUNK) for _ in range(3)]
     for block in blocks:
@@ -191,7 +191,6 @@ def use(pool: PinnedPool) -> None:
     kept.release()
     pool.take_back()
     pool.limit_bytes = 4 * CHUNK
-    pool.trim()
 
 
 def interrupted(pool: PinnedPool, work: Callable[[PinnedPool], object], n: int) -> bool:

@@ -164,9 +164,6 @@ class PinnedBlock(Uncopied):
 
     __slots__ = ("__weakref__", "_memory", "_met", "_owner", "_start", "_take_turn", "_views", "nbytes", "pending_events")
 
-    pageable = False
-    """True if the memory is pageable, because no more could be pinned."""
-
     def __init__(
         self, owner: Owner, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
     ) -> None:
@@ -350,8 +347,6 @@ class PageableBlock(PinnedBlock):
     """Block of a `PinnedPool` whose memory is not pinned. The host may have to wait for copies to and from it."""
 
     __slots__ = ()
-
-    pageable = True
 
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         super()._return(ticket, events)

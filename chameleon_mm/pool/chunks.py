@@ -195,9 +195,6 @@ class Chunks:
         self._leaving: deque[Chunk] = deque()  # detached, but not freed yet
         self.peak_reserved_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
     @property
     def reserved_bytes(self) -> int:
         return self.free_list.capacity

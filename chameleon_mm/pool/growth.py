@@ -44,7 +44,7 @@ class Growth:
                 if block is not None:
                     return block
                 if ledger.shrinking:
-                    if not self._shrink(wait=True):
+                    if not self._shrink(limit.nbytes, wait=True):
                         raise HostMemoryExhausted(
                             f"pinned pool: asked for {nbytes} bytes, but the limit was lowered to {limit.nbytes} bytes and "
                             f"{chunks.reserved_bytes} are still reserved, in chunks with live blocks; release these, or raise "
@@ -64,36 +64,29 @@ class Growth:
                 self._ledger.check_open("limit_bytes")
                 self._ledger.shrinking = True  # first: after an interrupt the next allocation completes the rest
             self._limit.set(nbytes)
-            self._shrink(wait=True)
+            self._shrink(nbytes, wait=True)
 
     def shrink(self) -> None:
         """Free unused chunks that the device no longer uses, until the limit is met."""
         with self._resizing:
-            self._shrink(wait=False)
+            self._shrink(self._limit.nbytes, wait=False)
 
-    def _shrink(self, *, wait: bool) -> bool:
-        """Free unused chunks above the limit, under `_resizing`. Returns True if the limit is met now."""
+    def close(self) -> None:
+        """Free all chunks of a pool without blocks. The host waits if the device still uses one."""
+        with self._resizing:
+            self._shrink(0, wait=True)
+
+    def _shrink(self, limit: int, *, wait: bool) -> bool:
+        """Free unused chunks above `limit`, under `_resizing`. `wait`: also chunks that the device still uses. Returns True if
+        the limit is met now."""
         ledger, chunks = self._ledger, self._chunks
         with ledger.lock:
             ledger.drain()
             chunks.admit()
-            enough = chunks.shrink(self._limit.nbytes, wait=wait)
+            enough = chunks.shrink(limit, wait=wait)
             ledger.shrinking = not enough
         chunks.free()
         return enough
-
-    def free_unused(self, *, wait: bool) -> int:
-        """Free the chunks without blocks and return their bytes. `wait`: also chunks that the device still uses."""
-        ledger, chunks = self._ledger, self._chunks
-        with self._resizing:
-            with ledger.lock:
-                ledger.drain()
-                chunks.admit()
-                leaving = [chunk for chunk in chunks.unused() if wait or chunk.pending.drop_complete()]
-                for chunk in leaving:
-                    chunks.detach(chunk)
-            chunks.free()
-        return sum(chunk.nbytes for chunk in leaving)
 
     def _pin(self, nbytes: int) -> None:
         """Pin another chunk. Called under `_resizing`, so that detached chunks are freed before the limit is used again."""

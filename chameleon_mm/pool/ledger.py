@@ -44,10 +44,6 @@ class PoolStats:
     """Bytes of the largest block that fits without another chunk."""
     num_live: int
     """Number of live blocks, including blocks of zero bytes and pageable blocks."""
-    num_chunks: int
-    pageable_bytes: int = 0
-    """Bytes of pageable blocks, not counted above: live blocks, and released blocks that the device still uses."""
-    peak_pageable_bytes: int = 0
 
 
 class Ledger:
@@ -63,8 +59,6 @@ class Ledger:
         """Memory of live pageable blocks, by their serial numbers."""
         self.ending: list[tuple[Tensor, tuple[Event, ...]]] = []
         """Memory of released pageable blocks, each with the events until which it is held."""
-        self.pageable_bytes = self._peak_pageable_bytes = 0
-        """Bytes of `pageable` and `ending`, as of the last `drop_ended`."""
         self.returned: deque[tuple[Ticket, tuple[Event, ...]]] = deque()
         self.closed = False
         self.shrinking = False
@@ -79,15 +73,11 @@ class Ledger:
         self.drop_ended()
         self._serial = serial = self._serial + 1
         self.pageable[serial] = memory
-        self.pageable_bytes += memory.numel()
-        self._peak_pageable_bytes = max(self._peak_pageable_bytes, self.pageable_bytes)
         return serial
 
     def drop_ended(self) -> None:
         """Free the memory of released pageable blocks that the device no longer uses. The host does not wait."""
-        kept = [(memory, events) for memory, events in self.ending if not all(event.query() for event in events)]
-        self.pageable_bytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self.ending)
-        self.ending = kept
+        self.ending = [(memory, events) for memory, events in self.ending if not all(event.query() for event in events)]
 
     def check_open(self, what: str) -> None:
         if self.closed:
@@ -146,9 +136,6 @@ class Ledger:
             peak_reserved_bytes=self.chunks.peak_reserved_bytes,
             largest_free_bytes=self._free_list.largest_free,
             num_live=len(self.live) + len(self.pageable),
-            num_chunks=len(self.chunks),
-            pageable_bytes=self.pageable_bytes,
-            peak_pageable_bytes=self._peak_pageable_bytes,
         )
 
     def free_all(self, device: Device, pid: int) -> None:

@@ -214,14 +214,6 @@ class PinnedPool(Uncopied):
 
     # --- memory
 
-    def trim(self) -> int:
-        """Free the chunks without blocks that the device no longer uses. Returns their bytes."""
-        check_process("trim", self.pid)
-        with self._ledger.lock:
-            self._ledger.drain()
-            self._ledger.drop_ended()
-        return self._growth.free_unused(wait=False)
-
     def units_reader(self) -> Callable[[], Units]:
         """Return a function that reads the live blocks' units as of the pool's last call, for `units_bytes`. Takes no lock."""
         return self._chunks.free_list.units_reader()
@@ -257,7 +249,7 @@ class PinnedPool(Uncopied):
                 )
             ledger.closed = True
             ending = [event for _, events in ledger.ending for event in events]
-        self._growth.free_unused(wait=True)
+        self._growth.close()
         for event in ending:
             event.synchronize()  # the last device access to pageable memory -> its free
         with ledger.lock:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.pool.host_memory import FRESH_S, AvailableMemory, auto_limit_bytes, available_host_bytes
-from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.pool.host_memory import available_host_bytes, pinnable_bytes
+from chameleon_mm.pool.pool import FRESH_S, PinnedPool
 from chameleon_mm.units import GIB, KIB, MIB
 from tests._fakes import ManualClock, file_tree, refusing
 from tests._programs import assert_same
@@ -163,78 +163,48 @@ def test_without_proc_psutil_is_asked_and_without_an_answer_it_is_zero(tmp_path:
 def test_a_number_of_ranks_that_is_none_is_named(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
     with pytest.raises(ValueError, match=r"^LOCAL_WORLD_SIZE: expected .*, 1 or more, got ") as caught:
-        auto_limit_bytes(available_bytes=GIB)
+        pinnable_bytes(available_bytes=GIB)
     assert f"got {said!r}: correct the environment variable" in str(caught.value)
 
 
 @pytest.mark.parametrize(("environ", "ranks"), [({}, 1), *(({"LOCAL_WORLD_SIZE": str(ranks)}, ranks) for ranks in (1, 2, 8))])
-def test_auto_is_half_of_what_is_left_for_each_rank_and_grows_with_the_machine(
-    environ: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_has_its_part_of_what_is_left(environ: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    part = auto_limit_bytes(available_bytes=128 * GIB)
-    assert part == 64 * GIB // ranks
+    part = pinnable_bytes(available_bytes=128 * GIB)
+    assert part == 128 * GIB // ranks
     for mine, theirs in itertools.product((0, part // 3, part), repeat=2):
         left = 128 * GIB - mine - (ranks - 1) * theirs
-        again = auto_limit_bytes(available_bytes=left, held_bytes=mine)
+        again = pinnable_bytes(available_bytes=left, held_bytes=mine)
         assert (again == part) if theirs == 0 or ranks == 1 else (again < part)
-        assert auto_limit_bytes(available_bytes=left + 128 * GIB, held_bytes=mine) > part
-    assert auto_limit_bytes(available_bytes=0) == 0  # nothing says what is left
-
-
-def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Virtual machine that starts small and gets memory as it uses it; a given limit stays."""
-    available = [8 << 20]
-    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: available[0])
-    monkeypatch.setattr("chameleon_mm.pool.host_memory.FRESH_S", 0)
-    device = SimDevice()
-    with PinnedPool(None, device=device) as left_open, PinnedPool("4MiB", device=device) as given:
-        assert left_open.limit_bytes == given.limit_bytes == 4 << 20
-        available[0] = 64 << 20
-        left_open.allocate(16 << 20).release()
-        assert left_open.limit_bytes == 32 << 20
-        with pytest.raises(HostMemoryExhausted):
-            given.allocate(16 << 20)
+    assert pinnable_bytes(available_bytes=0) == 0  # nothing says what is left
 
 
 # --- asked often
 
 
-def test_what_is_available_is_read_again_after_a_while_or_when_much_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings, clock = iter([16_000, 32_000, 48_000, 64_000]), ManualClock()
-    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: next(readings))
-    monkeypatch.setattr("chameleon_mm.pool.host_memory.time", clock)
-    memory = AvailableMemory()
-    assert [memory.read(), memory.read(taking=400), memory.read(taking=600)] == [16_000] * 3
-    assert memory.read(taking=1) == 32_000, "1/16 of the first answer was taken"
-    clock.now += FRESH_S / 2
-    assert memory.read() == 32_000
-    clock.now += FRESH_S
-    assert memory.read() == 48_000, "the answer was too old"
-    assert memory.read(taking=3001) == 64_000, "more than 1/16 at once"
-
-
-def test_a_full_pool_does_not_read_the_machine_for_every_pageable_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, readings, clock = [8 << 20], [], ManualClock()
+def test_pageable_memory_is_what_was_last_read_less_what_was_taken_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, readings, clock = [50 << 10], [], ManualClock()
 
     def available() -> int:
         readings.append(left[0])
         return left[0]
 
-    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", available)
-    monkeypatch.setattr("chameleon_mm.pool.host_memory.time", clock)
-    with PinnedPool("auto", SimDevice()) as pool:
-        blocks = [pool.allocate(pool.limit_bytes)]
-        left[0] -= blocks[0].nbytes
+    monkeypatch.setattr("chameleon_mm.pool.pool.available_host_bytes", available)
+    monkeypatch.setattr("chameleon_mm.pool.pool.time", clock)
+    with PinnedPool("4KiB", SimDevice()) as pool:
+        blocks = [pool.allocate_pageable(1 << 10) for _ in range(50)]
+        assert len(readings) == 1
+        left[0] = 512
+        with pytest.raises(HostMemoryExhausted, match="asked for 1024 bytes, but 512 B of host memory are available"):
+            pool.allocate_pageable(1 << 10)
+        left[0] = 4 << 10
+        blocks.append(pool.allocate_pageable(1 << 10))
+        assert len(readings) == 3, "a block that the last reading does not leave is not refused by it"
         clock.now += 2 * FRESH_S
-        readings.clear()
-        for _ in range(50):
-            with pytest.raises(HostMemoryExhausted):
-                pool.allocate(1 << 10)
-            blocks.append(pool.allocate_pageable(1 << 10))
-        assert len(readings) == 2, "once for the limit, once for pageable memory"
+        blocks.append(pool.allocate_pageable(1 << 10))
+        assert len(readings) == 4, "the reading was too old"
         blocks.clear()
 
 

@@ -28,7 +28,7 @@ from chameleon_mm.pool.block import PageableBlock, PinnedBlock
 from chameleon_mm.pool.checking import CheckingAllocator
 from chameleon_mm.pool.free_list import FreeList, units_bytes
 from chameleon_mm.pool.pool import PinnedPool
-from chameleon_mm.units import KIB, MIB
+from chameleon_mm.units import KIB
 from tests._fakes import CountingDevice, ManualEvent
 from tests._programs import at_once
 
@@ -390,15 +390,6 @@ def test_while_live_blocks_hold_more_than_a_lowered_limit_new_ones_are_refused(p
     assert len(ledgered.chunks) == 2
     block = pool.allocate(PAGE)
     assert block.buffer.data_ptr() in {first.buffer.data_ptr() + 3 * PAGE, second.buffer.data_ptr() + 3 * PAGE}
-
-
-def test_a_set_limit_does_not_follow_the_machine(ledgered: Ledgered, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: 64 * MIB)
-    with PinnedPool("auto", ledgered) as pool:
-        pool.limit_bytes = 8 * PAGE
-        with pytest.raises(HostMemoryExhausted):
-            pool.allocate(9 * PAGE)
-        assert pool.limit_bytes == 8 * PAGE
 
 
 # --- everything at once, against an oracle

@@ -266,11 +266,11 @@ def test_a_dropped_pool_waits_for_the_device_before_pageable_memory_goes(scripte
 
 def test_pageable_memory_is_bounded_by_what_the_machine_has(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, blocks = full(scripted)
-    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: 5000)
+    monkeypatch.setattr("chameleon_mm.pool.pool.available_host_bytes", lambda: 5000)
     assert pool.allocate_pageable(5000).nbytes == 5000
     with pytest.raises(HostMemoryExhausted, match=r"asked for 5001 bytes, but 4\.88 KiB of host memory are available"):
         pool.allocate_pageable(5001)
-    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: 0)
+    monkeypatch.setattr("chameleon_mm.pool.pool.available_host_bytes", lambda: 0)
     assert pool.allocate_pageable(5001).nbytes == 5001, "nothing says how much there is: the device decides"
     blocks.clear()
 

@@ -10,7 +10,7 @@
 | the pool, its blocks and statistics | `PinnedPool`, `PinnedBlock`, `PageableBlock`, `PoolStats` |
 | bugs: blocks that are never released | `CheckingAllocator` |
 | CuPy | `pool.as_cupy_allocator()` |
-| available memory | `available_host_bytes`, `auto_limit_bytes` |
+| available memory | `available_host_bytes`, `pinnable_bytes` |
 
 Read free_list (which bytes), chunks (until when, and how large), block (one block's life), ledger (all of it, under one lock),
 growth (more of it) and pool (the user's view), in that order; then checking.

@@ -19,21 +19,20 @@ import threading
 
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pool.block import Owner, PinnedBlock
-from chameleon_mm.pool.host_memory import MemoryLimit
 from chameleon_mm.pool.ledger import Ledger
 
 
 class Growth:
-    """Growth and shrinking of the pool of `ledger`, within `limit`. Thread-safe."""
+    """Growth and shrinking of the pool of `ledger`, within `limit_bytes`. Thread-safe."""
 
-    def __init__(self, ledger: Ledger, limit: MemoryLimit) -> None:
-        self._ledger, self._chunks, self._limit = ledger, ledger.chunks, limit
+    def __init__(self, ledger: Ledger, limit_bytes: int) -> None:
+        self._ledger, self._chunks, self.limit_bytes = ledger, ledger.chunks, limit_bytes
         self._resizing = threading.Lock()  # taken before `ledger.lock` if both are needed
 
     def allocate_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
         """Allocate a block, from another chunk if needed. Raises `HostMemoryExhausted`, or `PoolStateError` if the pool is
         closed."""
-        ledger, chunks, limit = self._ledger, self._chunks, self._limit
+        ledger, chunks = self._ledger, self._chunks
         while True:
             with self._resizing:
                 with ledger.lock:
@@ -44,16 +43,15 @@ class Growth:
                 if block is not None:
                     return block
                 if ledger.shrinking:
-                    if not self._shrink(limit.nbytes, wait=True):
+                    if not self._shrink(self.limit_bytes, wait=True):
                         raise HostMemoryExhausted(
-                            f"pinned pool: asked for {nbytes} bytes, but the limit was lowered to {limit.nbytes} bytes and "
-                            f"{chunks.reserved_bytes} are still reserved, in chunks with live blocks; release these, or raise "
-                            f"limit_bytes"
+                            f"pinned pool: asked for {nbytes} bytes, but the limit was lowered to {self.limit_bytes} bytes "
+                            f"and {chunks.reserved_bytes} are still reserved, in chunks with live blocks; release these, or "
+                            f"raise limit_bytes"
                         )
                     continue
-                limit.grow(chunks.reserved_bytes)
                 with ledger.lock:
-                    wanted = chunks.make_room(nbytes, limit.nbytes)
+                    wanted = chunks.make_room(nbytes, self.limit_bytes)
                 self._pin(wanted)
 
     def set_limit(self, nbytes: int) -> None:
@@ -63,13 +61,13 @@ class Growth:
             with self._ledger.lock:
                 self._ledger.check_open("limit_bytes")
                 self._ledger.shrinking = True  # first: after an interrupt the next allocation completes the rest
-            self._limit.set(nbytes)
+            self.limit_bytes = nbytes
             self._shrink(nbytes, wait=True)
 
     def shrink(self) -> None:
         """Free unused chunks that the device no longer uses, until the limit is met."""
         with self._resizing:
-            self._shrink(self._limit.nbytes, wait=False)
+            self._shrink(self.limit_bytes, wait=False)
 
     def close(self) -> None:
         """Free all chunks of a pool without blocks. The host waits if the device still uses one."""
@@ -97,7 +95,7 @@ class Growth:
         except MemoryError as error:
             raise HostMemoryExhausted(
                 f"pinned pool: asked the device for a chunk of {nbytes} bytes, got: {error}. {chunks.reserved_bytes} of at "
-                f"most {self._limit.nbytes} bytes are reserved"
+                f"most {self.limit_bytes} bytes are reserved"
             ) from error
         with self._ledger.lock:
             chunks.admit()

@@ -3,9 +3,6 @@
     available = min(MemAvailable, *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
     "auto"    = half of (memory this process already holds + available), divided among the ranks on this machine
 
-    memory = AvailableMemory();  memory.read(taking=nbytes)     # reads again after 10 ms, or once 1/16 of it was taken
-    limit = MemoryLimit("auto");  limit.grow(held)              # maximum of all results of `auto_limit_bytes` so far
-
 Inside a container, libraries that only read /proc/meminfo report the host's memory. Pinning above the container's limit ends
 the process instead of raising an error. Swap space is never counted, because pinned memory cannot be swapped.
 """
@@ -14,22 +11,13 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from chameleon_mm.device.pinning import kernel_text
-from chameleon_mm.units import parse_size
 
 _RANKS = "LOCAL_WORLD_SIZE"
 _MAX_RANKS_DIGITS = 6
-
-FRESH_S = 0.01
-"""Seconds for which a result of `AvailableMemory` is valid. Readings then cost at most 1/20 of one processor. Meanwhile other
-processes, writing at about 10 GB/s, can take 100 MB unnoticed, which is well below the reserve of a machine."""
-
-TRUSTED_SHARE = 16
-"""Inverse of the share of a result that may be taken before the next reading. Only a reading shows the caller's own use."""
 
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 """Files with the limits of a control group, of versions 2 and 1. Above memory.high a process is delayed until enough is
@@ -58,22 +46,17 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     return max(0, min([*of_machine(root), *_of_cgroups(root)], default=0))
 
 
-def auto_limit_bytes(*, available_bytes: int | None = None, held_bytes: int = 0) -> int:
-    """Return the limit for "auto": half of this process's share of the pinnable host memory, in bytes; 0 if unknown.
+def pinnable_bytes(*, available_bytes: int | None = None, held_bytes: int = 0) -> int:
+    """Return this process's share of the pinnable host memory, in bytes; 0 if unknown. "auto" is half of it: the other half is
+    for page cache, data loading and the model's own host side.
 
-    The other half is for page cache, data loading and the model's own host side. `available_bytes`: memory left for all
-    processes together (None: `available_host_bytes()`). It is divided by LOCAL_WORLD_SIZE, the number of processes that
-    torchrun and similar launchers start on a machine (1 if not set). `held_bytes`: bytes that this process has already pinned.
-    The result never exceeds a rank's part of the whole, for any order of pinning, and decreases as other ranks pin. So an owner
-    keeps the maximum of the results, which also grows with the machine's memory.
+    `available_bytes`: memory left for all processes together (None: `available_host_bytes()`). It is divided by
+    LOCAL_WORLD_SIZE, the number of processes that torchrun and similar launchers start on a machine (1 if not set).
+    `held_bytes`: bytes that this process has already pinned. The result never exceeds a rank's part of the whole, for any order
+    of pinning, and decreases as other ranks pin.
 
     Raises `ValueError` if LOCAL_WORLD_SIZE is not a number of processes.
     """
-    return pinnable_bytes(available_bytes=available_bytes, held_bytes=held_bytes) // 2
-
-
-def pinnable_bytes(*, available_bytes: int | None = None, held_bytes: int = 0) -> int:
-    """Return this process's share of the pinnable host memory, in bytes, as for `auto_limit_bytes`; 0 if unknown."""
     left = available_host_bytes() if available_bytes is None else available_bytes
     return (held_bytes + left) // local_ranks()
 
@@ -165,49 +148,3 @@ def _unescape(path: str) -> str:
 
 def _numbers(texts: Iterable[str]) -> list[int]:
     return [int(text) for text in texts if text.isdecimal()]  # not "max": no limit
-
-
-class AvailableMemory:
-    """Cached `available_host_bytes`, read again when it may have changed. Threads may share it, at the cost of a reading."""
-
-    def __init__(self) -> None:
-        self._available_bytes = 0
-        self._trusted_bytes = 0
-        self._good_until = 0.0
-
-    def read(self, taking: int = 0) -> int:
-        """Return the bytes that this process may still take, or 0 if unknown. `taking`: bytes that the caller takes next."""
-        now = time.monotonic()
-        if taking > self._trusted_bytes or now >= self._good_until:
-            self._available_bytes = available_host_bytes()
-            self._trusted_bytes = self._available_bytes // TRUSTED_SHARE
-            self._good_until = now + FRESH_S
-        self._trusted_bytes -= taking
-        return self._available_bytes
-
-
-class MemoryLimit:
-    """Limit of a pool: the `max_bytes` of `PinnedPool`. Raises `ValueError` and `TypeError` for an invalid size, and for "auto"
-    if the machine's memory is unknown."""
-
-    def __init__(self, max_bytes: int | str | None) -> None:
-        self._memory = AvailableMemory()
-        self._auto = max_bytes is None or (isinstance(max_bytes, str) and max_bytes == "auto")
-        self.nbytes = 0 if max_bytes is None or self._auto else parse_size(max_bytes, what="max_bytes")
-        self.grow(0)
-        if self._auto and not self.nbytes:
-            raise ValueError(
-                'max_bytes: expected the available host memory, which "auto" takes a share of, got nothing that says how much '
-                'that is; give a size, such as "8GiB"'
-            )
-
-    def set(self, nbytes: int) -> None:
-        """Set the limit to `nbytes`, independent of the machine's memory from then on."""
-        self._auto, self.nbytes = False, nbytes
-
-    def grow(self, held_bytes: int) -> None:
-        """If the limit is "auto", read the memory again: a virtual machine's memory may grow with its use, so the first reading
-        may be too small. `held_bytes`: bytes that the pool has reserved. Never decreases: see `auto_limit_bytes`."""
-        if self._auto:
-            found = auto_limit_bytes(available_bytes=self._memory.read(), held_bytes=held_bytes)
-            self.nbytes = max(self.nbytes, found)

@@ -15,10 +15,11 @@ events like the free blocks of RMM: see `chunks`, and Note [Host block] in `bloc
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from heapq import nlargest
-from math import prod
+from math import inf, prod
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
@@ -35,11 +36,14 @@ from chameleon_mm.pool.block import PageableBlock, PinnedBlock, Ticket, Uncopied
 from chameleon_mm.pool.chunks import Chunks
 from chameleon_mm.pool.free_list import Units
 from chameleon_mm.pool.growth import Growth
-from chameleon_mm.pool.host_memory import AvailableMemory, MemoryLimit
+from chameleon_mm.pool.host_memory import available_host_bytes, pinnable_bytes
 from chameleon_mm.pool.ledger import Ledger, PoolStats
-from chameleon_mm.units import format_size, parse_size
+from chameleon_mm.units import format_size, is_auto, parse_budget, parse_size
 
 _log = logging.getLogger(__name__)
+
+FRESH_S = 0.01
+"""Seconds for which a reading of the available host memory is valid, less what was allocated since."""
 
 _ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 
@@ -59,10 +63,10 @@ class PinnedPool(Uncopied):
     """Thread-safe allocator of pinned host memory. It gets chunks from `device` as needed.
 
     `max_bytes`: limit of reserved memory, including chunks being pinned; int bytes or "8GiB". "auto" or None: half of the
-    memory available to the machine and the process's control groups, divided among the machine's ranks (`auto_limit_bytes`); it
-    grows with the machine. `chunk_bytes`: size of a chunk; None: grows from 16 MiB to 1 GiB with the reserved bytes, see
-    `chunks`. A chunk is smaller if the limit leaves less, and larger for a larger request. `device`: a Device, or its name;
-    None: CUDA if available, else the simulator. Reserves nothing before the first block.
+    memory available to the machine and the process's control groups, divided among the machine's ranks (`pinnable_bytes`).
+    `chunk_bytes`: size of a chunk; None: grows from 16 MiB to 1 GiB with the reserved bytes, see `chunks`. A chunk is smaller
+    if the limit leaves less, and larger for a larger request. `device`: a Device, or its name; None: CUDA if available, else
+    the simulator. Reserves nothing before the first block.
 
     Every block holds its pool. `close`, or the end of `with pool:`, frees the memory. A pool dropped without `close` frees it
     once its blocks are gone, but not in a forked child or at the interpreter's end, where no device may be called. A forked
@@ -74,7 +78,10 @@ class PinnedPool(Uncopied):
     def __init__(
         self, max_bytes: int | str | None = "8GiB", device: Device | str | None = None, chunk_bytes: int | str | None = None
     ) -> None:
-        limit = MemoryLimit(max_bytes)
+        if max_bytes is None or is_auto(max_bytes):
+            limit = parse_budget("50%", pinnable_bytes, what="max_bytes")
+        else:
+            limit = parse_size(max_bytes, what="max_bytes")
         chunk = None if chunk_bytes is None else parse_size(chunk_bytes, what="chunk_bytes")
         if chunk is not None and not 0 < chunk < REGISTRATION_LIMIT_BYTES:
             raise ValueError(
@@ -82,28 +89,26 @@ class PinnedPool(Uncopied):
                 f"driver refuses to register, got {chunk}; leave it out for a size that grows with the pool"
             )
         warn_of_newer_torch()
-        self._limit = limit
         self.device = resolve_device(device)
         self._chunks = Chunks(self.device, chunk)
         self._ledger = Ledger(self._chunks)
         self._returned = self._ledger.returned
         self._growth = Growth(self._ledger, limit)
-        self._available = AvailableMemory()
+        self._available_bytes, self._read_at = 0, -inf
         self.pid = ThisProcess.pid
         # The finalizer must not hold the pool, only the parts that it needs. Not at exit, when the driver may be gone.
         weakref.finalize(self, self._ledger.free_all, self.device, self.pid).atexit = False
 
     @property
     def limit_bytes(self) -> int:
-        """Maximum bytes that the pool reserves. Set it, to bytes or text such as "4GiB", to shrink or grow the pool; a limit of
-        "auto" becomes fixed.
+        """Maximum bytes that the pool reserves. Set it, to bytes or text such as "4GiB", to shrink or grow the pool.
 
         Chunks without blocks are freed at once until the limit is met. The host waits if the device still uses one of them.
         Chunks with live blocks stay. While they exceed the limit, `allocate` refuses. They are freed after their last blocks
         are released, at the next `allocate` or `take_back`. Setting it raises `TypeError` and `ValueError` for an invalid size,
         and `PoolStateError` for a closed pool.
         """
-        return self._limit.nbytes
+        return self._growth.limit_bytes
 
     @limit_bytes.setter
     def limit_bytes(self, nbytes: int | str) -> None:
@@ -152,12 +157,15 @@ class PinnedPool(Uncopied):
         """
         nbytes = parse_size(nbytes, what="allocate")
         check_process("allocate_pageable", self.pid)
-        available = self._available.read(taking=nbytes)
+        if nbytes > self._available_bytes or time.monotonic() - self._read_at > FRESH_S:
+            self._available_bytes, self._read_at = available_host_bytes(), time.monotonic()
+        available = self._available_bytes
         if 0 < available < nbytes:  # 0: unknown, so only the device decides
             raise HostMemoryExhausted(
                 f"pageable memory: asked for {nbytes} bytes, but {format_size(available)} of host memory are available; "
                 f"release blocks, ask for less, or give the process more memory"
             )
+        self._available_bytes = max(0, available - nbytes)
         # The block outlives the current mode, and a tensor made under inference_mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
             memory = self.device.alloc_pageable(nbytes)
@@ -221,7 +229,7 @@ class PinnedPool(Uncopied):
     def stats(self) -> PoolStats:
         """Return present statistics of the pool, including all releases. Not for finalizers: it takes the pool's lock."""
         with self._ledger.lock:
-            return self._ledger.stats(self._limit.nbytes)
+            return self._ledger.stats(self._growth.limit_bytes)
 
     def recent_peak_bytes(self) -> int:
         """Return the maximum of `PoolStats.live_bytes` since the last call."""

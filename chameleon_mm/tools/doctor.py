@@ -25,7 +25,7 @@ from chameleon_mm import __version__
 from chameleon_mm.device import native, present_device
 from chameleon_mm.device.cuda import expandable_segments, visible_gpus
 from chameleon_mm.files import write_file
-from chameleon_mm.pool.host_memory import auto_limit_bytes, available_host_bytes, of_machine
+from chameleon_mm.pool.host_memory import available_host_bytes, of_machine, pinnable_bytes
 from chameleon_mm.swap.calibration import calibrate, keep
 from chameleon_mm.tools.outputs import check_outputs, tell_written
 from chameleon_mm.units import format_size
@@ -111,7 +111,7 @@ def segments(root: Path) -> str:
 def memory(root: Path) -> str:
     """Host memory available, and the part that may be pinned by default: half of it, divided among the ranks here."""
     available, machine = available_host_bytes(root), max(of_machine(root), default=0)
-    share = auto_limit_bytes(available_bytes=available)
+    share = pinnable_bytes(available_bytes=available) // 2
     text = f"{format_size(available)}, of which {format_size(share)} may be pinned by default"
     if available < machine:
         text += f"; a control group leaves less than the {format_size(machine)} of the machine: raise its memory limit"

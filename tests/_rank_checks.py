@@ -97,7 +97,7 @@ def budgets(rank: int) -> dict[str, Any]:
     }
     for name, budget in (("agreeing", MIB), ("differing", (1 + rank) * MIB)):
         report = trained(budget)
-        seen[name] = report.rank, report.plan_digests
+        seen[name] = rank, report.plan_digests
     if rank == 1:
         with session(MIB, MIB) as alone:  # rank 0 never enters this one
             seen["alone"] = list(alone.report().problems)

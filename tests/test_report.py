@@ -39,7 +39,6 @@ def made_up(**changed: object) -> cm.SwapReport:
         planning_us=2500.0,
         planned_step_us=9000.0,
         planned_peak_bytes=30 * MIB,
-        planned_recompute_us=0.0,
         planned_bytes={"kept": 20 * MIB, "swapped": 10 * MIB, "recomputed": 0, "held": 0},
         measured_step_us=9100.0,
         bytes_swapped_out=10 * MIB,

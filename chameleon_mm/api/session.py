@@ -327,7 +327,6 @@ class SwapSession:
             lowered_budget_bytes=self._lowered_budget_bytes(),
             problems=(*self._ranks.problems, *(problem for problem in problems if problem is not None)),
             adaptation=self._adaptation,
-            ranks=self._ranks,
             pins={option: [text_of(pin) for pin in pins] for option, pins in self.pins.items() if pins},
         )
 

@@ -153,8 +153,6 @@ class SwapReport(Counters):
     least_peak: dict[str, int] = dataclasses.field(default_factory=dict)
     most_unswapped_bytes: int = 0
     """Largest peak without swaps of all kinds of steps that were repeated; 0: none was."""
-    planned_recompute_us: float | None
-    """Part of `planned_step_us` in which operators run again."""
     planned_bytes: dict[str, int]
     """Bytes of movable saved tensors, by the plan's action: "kept", "swapped", "recomputed". "held": bytes that autograd did
     not save, kept as inputs of recomputation. Empty: there is no plan."""
@@ -212,9 +210,6 @@ class SwapReport(Counters):
     warm_up: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Figures, as of `sums_of`, of the latest steps before the first step with a plan. `steady`: from that step on."""
     steady: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rank: int = 0
-    """Number of this process among the `world_size` processes that train together."""
-    world_size: int = 1
     plan_digests: dict[str, str] = dataclasses.field(default_factory=dict)
     """Digests of the latest planned step and of its plan. Equal on ranks that do the same. Empty: no step was planned."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
@@ -236,7 +231,6 @@ class SwapReport(Counters):
         lowered_budget_bytes: int | None,
         problems: tuple[str, ...],
         adaptation: Adaptation | None,
-        ranks: Ranks,
         pins: Mapping[str, Sequence[str]],
     ) -> SwapReport:
         """Return a report of the present figures of a session. `pins`: by option, without empty options."""
@@ -263,8 +257,6 @@ class SwapReport(Counters):
             pins={**pins, **(adaptation.pins() if pins and adaptation is not None else {})},
             problems=problems,
             warnings=dict(totals.warnings.values()),
-            rank=ranks.number,
-            world_size=ranks.of,
             plan_digests=plan_digests(planned),
             spans=spans,
             timed=metrics.timed_spans(),
@@ -335,9 +327,7 @@ class SwapReport(Counters):
             *(("WARNING", f"{text} ({count} of its kind)") for text, count in self.warnings.items()),
             ("steps", f"{self.steps} completed, {self.timed_steps} timed{also}"),
             ("what the steps were", phases),
-            ("steps recorded in detail", str(self.detailed_steps)),
             ("plans made, host time", f"{self.plans}, {format_us(self.planning_us)}"),
-            ("steps that had a plan already", str(self.plan_cache_hits)),
             *self._planned_rows(clock),
             *self._pin_rows(clock),
             *(("budget of device memory", text) for text in (self.hbm_budget_from,) if text),
@@ -355,7 +345,6 @@ class SwapReport(Counters):
             (f"stall{clock}", self._apart("stall_us", format_us)),
             ("pinned host memory", host),
             ("kept on the device", kept),
-            ("packed groups of small storages", str(self.packed_groups)),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
             ("steps run again", f"{self.steps_run_again}{since}"),
             *([("snapshots", f"{self.snapshots}, {format_size(self.snapshot_bytes)}")] if self.snapshots else []),
@@ -400,14 +389,12 @@ class SwapReport(Counters):
                 return [("latest plan", "none")]
             took = f"; steps by the default rule took up to {format_size(rule)}" if rule else ""
             return [("latest plan", f"none: one needs {format_size(least)} or more{took}")]
-        recompute_us = self.planned_recompute_us
         measured = f"{format_us(self.measured_step_us)} measured" if self.measured_step_us is not None else "not measured"
         return [
             (f"latest plan's step{clock}", f"{format_us(self.planned_step_us)} predicted, {measured}"),
             ("latest plan's peak", f"{format_size(self.planned_peak_bytes)} predicted"),
             *([] if self.planned is None else memory_rows(self.planned.trace)),
             ("latest plan's bytes", ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in self.planned_bytes.items())),
-            *([(f"latest plan's recomputation{clock}", format_us(recompute_us))] if recompute_us else []),
         ]
 
     def _pin_rows(self, clock: str) -> list[tuple[str, str]]:
@@ -490,7 +477,6 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "unswapped_peak": {} if planned is None else peak_memory(planned.trace).parts,
         "most_unswapped_bytes": max((int(memory_curve(one.trace).max(initial=0)) for one in again), default=0),
         "least_peak": {} if planned is None else least_memory(planned.trace).parts,
-        "planned_recompute_us": None if plan is None else plan.recompute_us,
         "planned_bytes": {} if planned is None else planned.bytes_by_class(),
         "program_bytes_out": 0 if planned is None else int(planned.trace.op_out_bytes.sum()),
         "program_bytes_back": 0 if planned is None else int(planned.trace.op_back_bytes.sum()),

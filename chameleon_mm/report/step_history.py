@@ -97,13 +97,6 @@ def sums_of(steps: Sequence[StepFigures]) -> dict[str, Any]:
     }
 
 
-LOGGED = (
-    "swap_step_us", "swap_tokens_per_s", "swap_peak_at_least_bytes", "swap_peak_bytes", "swap_budget_bytes", "swap_bytes_out",
-    "swap_stall_us",
-)  # fmt: skip
-"""Names of the figures in a training log."""
-
-
 def log_values(steps: Sequence[StepFigures]) -> dict[str, float]:
     """Return the known figures of the latest `steps` for a training log; empty without a step.
 
@@ -119,16 +112,16 @@ def log_values(steps: Sequence[StepFigures]) -> dict[str, float]:
     timed = [step for step in steps if step.step_us is not None] or steps
     counted = [(step.tokens, step.step_us or step.host_us) for step in timed if step.tokens is not None]
     counted_us = sum(us for _, us in counted)
-    values = (
-        sums["step_us"] or median(step.host_us for step in steps),
-        1e6 * sum(tokens for tokens, _ in counted) / counted_us if counted_us else None,
-        peak_bytes,
-        peak_bytes if peak_bytes == at_most_bytes else None,
-        steps[-1].hbm_budget_bytes,
-        sum(step.bytes_out for step in steps) / len(steps),
-        sums["stall_us"] / len(stalls) if stalls else None,
-    )
-    return {name: value for name, value in zip(LOGGED, values, strict=True) if value is not None}
+    values = {
+        "swap_step_us": sums["step_us"] or median(step.host_us for step in steps),
+        "swap_tokens_per_s": 1e6 * sum(tokens for tokens, _ in counted) / counted_us if counted_us else None,
+        "swap_peak_at_least_bytes": peak_bytes,
+        "swap_peak_bytes": peak_bytes if peak_bytes == at_most_bytes else None,
+        "swap_budget_bytes": steps[-1].hbm_budget_bytes,
+        "swap_bytes_out": sum(step.bytes_out for step in steps) / len(steps),
+        "swap_stall_us": sums["stall_us"] / len(stalls) if stalls else None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # --- Reports of each step's figures while a session runs: lines on stderr, or calls of a function

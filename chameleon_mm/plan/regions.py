@@ -14,13 +14,12 @@ recomputation takes the same part of the forward's time. The compiler's real cho
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 
 import numpy as np
 
-from chameleon_mm.plan.trace import SavePlace, Trace
-from chameleon_mm.units import format_size, format_us
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.units import format_us
 
 FORWARD, BACKWARD = "compiled::forward", "compiled::backward"
 
@@ -45,7 +44,6 @@ class TracedRegion:
     """Number of the backward operator; -1: no operator used the saves."""
     saved: tuple[int, ...]
     """Numbers of the storages that the region made and saved."""
-    place: SavePlace
 
 
 def regions_of(trace: Trace) -> list[TracedRegion]:
@@ -61,8 +59,7 @@ def regions_of(trace: Trace) -> list[TracedRegion]:
         if len(saved):
             readers = np.unique(trace.op_of_read()[np.isin(trace.read_tensors, saved)])
             users = readers[(trace.op_name[readers] == backward) & (readers > op)]
-            place = trace.places.get(int(hooks[0]), SavePlace())
-            found.append(TracedRegion(op, int(users[0]) if len(users) else -1, tuple(saved.tolist()), place))
+            found.append(TracedRegion(op, int(users[0]) if len(users) else -1, tuple(saved.tolist())))
     return found
 
 
@@ -108,21 +105,3 @@ class PartitionChoice:
             return
         self.share = best
         self.text = f"activation_memory_budget {best:g}, compiled once more for it; estimates by that value: {all_of_them}"
-
-
-def region_lines(trace: Trace) -> list[str]:
-    """Return one line for each region: its place, number of runs, saved bytes and times. Blocks whose paths differ only in
-    numbers share a line."""
-    alike: dict[str, list[TracedRegion]] = {}
-    for region in regions_of(trace):
-        alike.setdefault(re.sub(r"\d+", "*", str(region.place)) or "at an unknown place", []).append(region)
-    lines = []
-    for place, calls in alike.items():
-        nbytes = sum(int(trace.tensor_bytes[list(region.saved)].sum()) for region in calls)
-        forward_us, backward_us = (
-            sum(float(trace.op_us[op]) for op in ops if op >= 0)
-            for ops in ([region.forward for region in calls], {region.backward for region in calls})
-        )
-        times = f"{format_us(forward_us)} forward, {format_us(backward_us)} backward"
-        lines.append(f"{place}: {len(calls)} in a step, {format_size(nbytes)} saved, {times}")
-    return lines

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.files import write_file
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
-from chameleon_mm.plan.regions import region_lines
 from chameleon_mm.plan.unswapped_memory import least_memory, memory_curve, peak_memory
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.report.chrome_trace import write_trace
@@ -196,8 +195,6 @@ class SwapReport(Counters):
     """Pins as texts: "keep", "never_recompute". With a planned step also "kept_bytes" and "never_recomputed_bytes", the movable
     bytes of the step that they affect; "step_us" of the fastest plan, and "step_us_without" pins (None: there is no plan).
     Empty: no pins."""
-    compiled_regions: tuple[str, ...] = ()
-    """Lines about the compiled regions of the latest planned step."""
     compiled_partitions: tuple[str, ...] = ()
     """Lines about how much compiled regions save, with estimates of the alternatives: one line per region at its first
     compilation, then one line for all, from the first recorded step."""
@@ -334,7 +331,6 @@ class SwapReport(Counters):
             ("peak device memory", self._peak()),
             *(("reserved by torch at most", format_size(n)) for n in (self.peak_reserved_bytes,) if n is not None),
             *self._recomputed_rows(clock),
-            *(("compiled region", line) for line in self.compiled_regions),
             *(("partition of compiled regions", line) for line in self.compiled_partitions),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             *self._state_rows(),
@@ -483,7 +479,6 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "measured_step_us": None if followed is None or not followed.times_us else median(followed.times_us),
         "host_bytes_wanted": None if adaptation is None else adaptation.host_bytes_wanted,
         "recipes_banned": () if adaptation is None else adaptation.banned,
-        "compiled_regions": () if planned is None else tuple(region_lines(planned.trace)),
         "compiled_partitions": ()
         if adaptation is None
         else (*adaptation.first_partitions.lines, *filter(None, [adaptation.partition.text])),

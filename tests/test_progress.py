@@ -83,7 +83,6 @@ def figures(**changed: Any) -> StepFigures:
         "index": 12, "kind": StepKind.PLANNED, "simulated": False, "step_us": 9000.0, "host_us": 9100.0,
         "peak_hbm_bytes": 14 * GIB + GIB // 5, "peak_hbm_at_most_bytes": 14 * GIB + GIB // 5, "hbm_budget_bytes": 16 * GIB,
         "host_bytes": 3 * GIB, "bytes_out": 5 * GIB, "bytes_in": 5 * GIB, "stall_us": 1200.0, "copy_us": 60000.0,
-        "recompute_us": 0.0,
     }  # fmt: skip
     return StepFigures(**{**some, **changed})
 
@@ -101,7 +100,7 @@ def test_the_figures_of_all_steps_add_up_to_the_reports(device: Device, plans: b
     assert sum(step.bytes_in for step in steps) == report.bytes_swapped_in > 0
     timed = [step for step in steps if step.step_us is not None]
     assert len(timed) == report.timed_steps
-    for name in ("stall_us", "copy_us", "recompute_us"):
+    for name in ("stall_us", "copy_us"):
         told, each = getattr(report, name), [getattr(step, name) for step in timed]
         # The same terms in another order: the last digits of a sum of floats may differ.
         assert math.isclose(math.fsum(each), told, rel_tol=1e-9, abs_tol=1e-6), name
@@ -389,7 +388,7 @@ def test_sums_of_steps_say_what_is_known_of_them() -> None:
 
 
 def test_a_line_leaves_out_what_was_not_measured() -> None:
-    untimed = figures(step_us=None, stall_us=None, copy_us=None, recompute_us=None, kind=StepKind.PARTLY_PLANNED)
+    untimed = figures(step_us=None, stall_us=None, copy_us=None, kind=StepKind.PARTLY_PLANNED)
     assert line_of(untimed) == "step 12  partly planned  HBM 14.2 GiB of 16.0 GiB  host 3.00 GiB"
     assert "hidden" not in line_of(figures(copy_us=0.0, stall_us=0.0))
 

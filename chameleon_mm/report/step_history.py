@@ -59,8 +59,6 @@ class StepFigures:
     """Time that compute waited for copies."""
     copy_us: float | None = None
     """Time that the step's copies ran, sum of both directions."""
-    recompute_us: float | None = None
-    """Time in which compute recomputed dropped storages."""
     tokens: int | None = None
     """Tokens, padding included, of the batches that an attached model was trained with; None: not known. See `tokens_in`."""
     warm_up: bool = False
@@ -338,6 +336,4 @@ class StepHistory:
         """Add the step's times to the figures, if they are complete."""
         if sums is None or not self.metrics.is_complete(sums):
             return figures
-        return replace(
-            figures, step_us=sums.step_us, stall_us=sums.stall_us, copy_us=sums.copy_us, recompute_us=sums.recompute_us
-        )
+        return replace(figures, step_us=sums.step_us, stall_us=sums.stall_us, copy_us=sums.copy_us)

@@ -41,13 +41,13 @@ class StepTime(NamedTuple):
 class StepSums:
     """Sums of the times of one timed step that are known so far, in microseconds of the device's clock."""
 
-    __slots__ = ("begin", "copy_us", "end", "recompute_us", "stall_us")
+    __slots__ = ("begin", "copy_us", "end", "stall_us")
 
     def __init__(self, begin: Event) -> None:
         self.begin = begin
         self.end: Event | None = None
         """Event at the step's end; None until `Metrics.end_step` records it."""
-        self.stall_us = self.copy_us = self.recompute_us = 0.0
+        self.stall_us = self.copy_us = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -257,10 +257,10 @@ class Metrics:
         self._origin_us = 0.0
         """Time of the current origin on the clock of the spans. The first origin is the zero of that clock."""
         self._next_origin: Event | None = None
+        self._recomputations: deque[tuple[Event, Event]] = deque()
         # The last field of each entry holds the sums of its step.
         self._waits: deque[tuple[Event, Event, Direction, StepSums | None]] = deque()
         self._moves: deque[tuple[Move, str, StepSums | None]] = deque()
-        self._recomputations: deque[tuple[Event, Event, StepSums | None]] = deque()
         self._begun: _BegunStep | None = None
         """Running step; None: it is not timed."""
         self._ended: deque[tuple[_BegunStep, Event, StepKind]] = deque()
@@ -317,7 +317,7 @@ class Metrics:
         if not sums.is_over:
             return False
         # Each `list` call is atomic; other threads may append meanwhile.
-        waiting = (*list(self._waits), *list(self._recomputations), *list(self._moves))
+        waiting = (*list(self._waits), *list(self._moves))
         return all(entry[-1] is not sums for entry in waiting)
 
     def time_of(self, sums: StepSums) -> StepTime | None:
@@ -345,7 +345,7 @@ class Metrics:
             return
         before = compute.record(timed=True)
         yield
-        self._recomputations.append((before, compute.record(timed=True), self.step))
+        self._recomputations.append((before, compute.record(timed=True)))
 
     def moved(self, move: Move, direction: str, nbytes: int) -> None:
         if direction == "out":
@@ -373,11 +373,7 @@ class Metrics:
                     if sums is not None:
                         sums.stall_us += stall_us
                 while self._recomputations and self._recomputations[0][1].query():
-                    before, after, sums = self._recomputations.popleft()
-                    took_us = self._add_span("recompute", before, after)
-                    self.totals.recompute_us += took_us
-                    if sums is not None:
-                        sums.recompute_us += took_us
+                    self.totals.recompute_us += self._add_span("recompute", *self._recomputations.popleft())
                 while self._ended and self._ended[0][1].query():
                     self._add_step(*self._ended.popleft())
                 for _ in range(len(self._moves)):

@@ -250,7 +250,7 @@ def test_a_picture_has_the_waits_that_are_simulated(seed: int) -> None:
     trace = used_again(Random(seed))
     plan = generate_plan(trace, smallest_budget(trace), None, SLOW_LINK, drafts=0)
     timeline = simulate(trace, plan, SLOW_LINK)
-    picture = picture_of(PlannedStepData(trace=trace, plan=plan, link=SLOW_LINK, predicted=False, times_us=(), latest=None))
+    picture = picture_of(PlannedStepData(trace=trace, plan=plan, link=SLOW_LINK, predicted=False, times_us=()))
     waits = sum(bar.end_us - bar.start_us for bar in picture.compute if bar.kind == STALL)
     assert waits == pytest.approx(timeline.stall_us)
     assert {row.tensor for row in picture.tensors if row.moved_bytes} == {action.tensor for action in plan.actions}

@@ -17,12 +17,12 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.record.step_log import StepLog
+from chameleon_mm.report.step_history import line_of
 from chameleon_mm.swap.hook_counts import UNNAMED_STEPS
 from chameleon_mm.swap.metrics import Metrics, StepKind
 from chameleon_mm.units import MIB, format_size, parse_size
 from tests._fakes import refusing
 from tests._programs import deep, on_a_thread
-from tests.test_progress import line_of
 
 PACKAGE = Path(cm.__file__).parent
 
@@ -207,7 +207,7 @@ def test_the_peak_of_a_step_is_the_peak_or_says_at_least(reset: str, device: Dev
     for peak, step in zip(real, steps, strict=True):
         low, high = step.peak
         assert low <= peak and (high is None or peak <= high)
-        assert f"HBM {str(step.peak).removesuffix(' MiB')} of" in line_of(step)
+        assert f"HBM {step.peak} of" in line_of(step)
         assert str(step.peak) == f"{'at least ' if low != high else ''}{format_size(low)}"
     assert all(step.peak.at_most_bytes == peak for peak, step in zip(real, steps, strict=True)) or reset != "top"
     low, high = report.peak

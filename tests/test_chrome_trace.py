@@ -23,7 +23,7 @@ from chameleon_mm.plan.trace import with_extra
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.report.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, readings
 from chameleon_mm.report.memory_snapshot import snapshot_of
-from chameleon_mm.swap.metrics import MemorySample, StepSpan, TimedSpans
+from chameleon_mm.swap.metrics import StepSpan, TimedSpans
 from chameleon_mm.units import MIB
 from tests._report_sessions import gpt_report
 from tests._traces import random_step
@@ -113,19 +113,16 @@ def test_counters_stay_within_the_reports_peaks(report: cm.SwapReport, tmp_path:
         if event["ph"] == "C":
             values[event["name"]].append(event["args"]["bytes"])
             times[event["name"]].append(event["ts"])
-    hbm, host, budget = (f"{name} (simulated clock)" for name in ("HBM allocated", "pinned host memory", "HBM budget"))
-    assert set(values) == {hbm, host, budget}
+    hbm, budget = (f"{name} (simulated clock)" for name in ("HBM allocated", "HBM budget"))
+    assert set(values) == {hbm, budget}
     assert 0 < max(values[hbm]) <= report.peak_hbm_bytes <= report.hbm_budget_bytes == max(values[budget])
-    assert 0 < max(values[host]) <= report.peak_host_bytes
     assert all(of == sorted(of) for of in times.values()), "a counter goes forward"
 
 
 def test_readings_are_as_long_after_their_steps_begin_as_the_host_was() -> None:
     steps = (StepSpan(0, "recorded", 0.0, 90.0, 1000.0), StepSpan(1, "planned", 100.0, 190.0, 1050.0))
-    memory = (
-        MemorySample(990.0, 1, 1), MemorySample(1000.0, 2, 0), MemorySample(1020.0, 3, 0), MemorySample(1060.0, 4, 0),
-    )  # fmt: skip
-    assert readings(TimedSpans(steps=steps, memory=memory)) == [(0.0, 2, 0), (20.0, 3, 0), (110.0, 4, 0)]
+    memory = ((990.0, 1), (1000.0, 2), (1020.0, 3), (1060.0, 4))
+    assert readings(TimedSpans(steps=steps, memory=memory)) == [(0.0, 2), (20.0, 3), (110.0, 4)]
 
 
 def test_the_last_step_has_no_readings_of_the_next_one(sim: cm.SimDevice) -> None:

@@ -26,7 +26,7 @@ from chameleon_mm.errors import BlockReleasedError, HostMemoryExhausted, PoolSta
 from chameleon_mm.pool.arena import Arena
 from chameleon_mm.pool.block import PageableBlock, PinnedBlock
 from chameleon_mm.pool.checking import CheckingAllocator
-from chameleon_mm.pool.free_list import FreeList, units_bytes
+from chameleon_mm.pool.free_list import FreeList
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import KIB
 from tests._fakes import CountingDevice, ManualEvent
@@ -625,15 +625,3 @@ def test_among_equal_sizes_the_last_one_freed_is_taken() -> None:
     for at in (1, 5, 3):
         units.free(offsets[at])
     assert [units.allocate(4096) for _ in range(3)] == [offsets[at] for at in (3, 5, 1)]
-
-
-def test_a_reader_tells_what_is_live_now() -> None:
-    units = FreeList(1 << 16, 1 << 8)
-    read = units.units_reader()
-    assert units_bytes(read()) == units.live_bytes == 0
-    offset = units.allocate(1000)
-    assert offset is not None and units_bytes(read()) == units.live_bytes == 1024
-    units.add_region(1 << 12)
-    assert units_bytes(read()) == units.live_bytes == 1024
-    units.free(offset)
-    assert units_bytes(read()) == units.live_bytes == 0

@@ -16,9 +16,7 @@ the sorted sizes is cheap. A list sorted by block would move 100,000 entries.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
-from functools import partial
-from operator import attrgetter, index
+from operator import index
 
 DEFAULT_ALIGNMENT = 4096
 """Alignment in bytes: a page, which two blocks never share. A multiple of element sizes and DMA granularities."""
@@ -39,16 +37,6 @@ class _Span:
     newer: _Span | None
     """Next free span of the same size that was freed later; unused while live."""
     older: _Span | None
-
-
-Units = tuple[int, int, int]
-"""Number of units of a free list, number of free units, and log2 of the bytes per unit."""
-
-
-def units_bytes(units: Units) -> int:
-    """Bytes of live blocks, each rounded up to the alignment."""
-    capacity, free, shift = units
-    return (capacity - free) << shift
 
 
 class FreeList:
@@ -84,10 +72,6 @@ class FreeList:
     def live_bytes(self) -> int:
         """Bytes of live blocks, each rounded up to the alignment."""
         return (self._capacity_units - self._free_units) << self._shift
-
-    def units_reader(self) -> Callable[[], Units]:
-        """Return a function that reads the units, for `units_bytes`. It runs no Python code, for frequent calls."""
-        return partial(attrgetter("_capacity_units", "_free_units", "_shift"), self)
 
     @property
     def peak_live_bytes(self) -> int:

@@ -34,7 +34,6 @@ from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError, check_method, check_type
 from chameleon_mm.pool.block import PageableBlock, PinnedBlock, Ticket, Uncopied, check_dtype, check_process, plain_shape
 from chameleon_mm.pool.chunks import Chunks
-from chameleon_mm.pool.free_list import Units
 from chameleon_mm.pool.growth import Growth
 from chameleon_mm.pool.host_memory import available_host_bytes, pinnable_bytes
 from chameleon_mm.pool.ledger import Ledger, PoolStats
@@ -221,10 +220,6 @@ class PinnedPool(Uncopied):
         self._returned.append((ticket, events))
 
     # --- memory
-
-    def units_reader(self) -> Callable[[], Units]:
-        """Return a function that reads the live blocks' units as of the pool's last call, for `units_bytes`. Takes no lock."""
-        return self._chunks.free_list.units_reader()
 
     def stats(self) -> PoolStats:
         """Return present statistics of the pool, including all releases. Not for finalizers: it takes the pool's lock."""

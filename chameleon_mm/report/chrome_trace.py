@@ -2,7 +2,7 @@
 
     write_trace(path, copies, timed, ...)       # time zero is the beginning of the first timed step
 
-It has one process, with a track each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
+It has one process, with a track each for steps, compute, d2h and h2d, and a counter of device memory.
 """
 
 from __future__ import annotations
@@ -53,23 +53,22 @@ def _events(
     for span in copies:
         name, tid = f"swap_{span.direction} {format_size(span.nbytes)}", _OF_COPIES[span.direction]
         yield _slice(tid, name, "copy", span.start_us, span.end_us, {"bytes": span.nbytes})
-    for at_us, hbm_bytes, host_bytes in readings(timed):
-        for name, nbytes in (("HBM allocated", hbm_bytes), ("pinned host memory", host_bytes)):
-            yield _counter(f"{name}{clock}", at_us, nbytes)
+    for at_us, nbytes in readings(timed):
+        yield _counter(f"HBM allocated{clock}", at_us, nbytes)
     for step in timed.steps:
         yield _counter(f"HBM budget{clock}", step.start_us, hbm_budget_bytes)
 
 
-def readings(timed: TimedSpans) -> list[tuple[float, int, int]]:
-    """Return (time, device bytes, pinned bytes) of each memory reading, in order. A reading's time after its step's beginning
+def readings(timed: TimedSpans) -> list[tuple[float, int]]:
+    """Return (time, bytes) of each memory reading, in order. A reading's time after its step's beginning
     is that of the host's clock. Readings of steps that are not stored or have not ended are omitted."""
     steps: list[StepSpan] = sorted(timed.steps, key=lambda step: step.host_us)
     begins_us = [step.host_us for step in steps]
     found = []
-    for reading in timed.memory:
-        i = bisect_right(begins_us, reading.host_us) - 1
+    for host_us, nbytes in timed.memory:
+        i = bisect_right(begins_us, host_us) - 1
         if i >= 0:
-            found.append((steps[i].start_us + reading.host_us - steps[i].host_us, reading.hbm_bytes, reading.host_bytes))
+            found.append((steps[i].start_us + host_us - steps[i].host_us, nbytes))
     return sorted(found)
 
 

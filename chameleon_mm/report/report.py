@@ -440,7 +440,7 @@ class SwapReport(Counters):
 
     def save_trace(self, path: str | Path) -> None:
         """Write the latest timed spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing: one track
-        each for steps, compute, d2h and h2d, and counters of device memory and pinned memory."""
+        each for steps, compute, d2h and h2d, and counters of device memory and of the budget."""
         told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
         about = {name: getattr(self, name) for name in told}
         write_trace(path, self.spans, self.timed, hbm_budget_bytes=self.hbm_budget_bytes, about=about)

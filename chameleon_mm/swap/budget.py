@@ -185,8 +185,8 @@ class Budget:
             return 0
         growth = self._note_growth()
         seen_bytes = self._allocated - self._unused
-        if (metrics := self._metrics).timed:
-            metrics.memory.append((self._device.host_us, seen_bytes, metrics.pinned_units()))
+        if self._metrics.timed:
+            self._metrics.memory.append((self._device.host_us, seen_bytes))
         # A planned step must keep the budget too: memory that hooks do not see, such as a kept input, may use its room. A
         # plan's growth includes its own reclaims and prefetches at that hook.
         ahead = self._forecast(0) if (way := self.way) is None else way.growth_bytes

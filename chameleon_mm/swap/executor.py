@@ -85,7 +85,7 @@ class Executor:
         self.device, self.recording = device, (recording := Recording())
         self.streams = streams = ComputeStreams(device)
         streams.current()
-        self.metrics = metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
+        self.metrics = metrics = Metrics(host_us=lambda: device.host_us)
         out, back = (CopyQueue(device, name, out=name == "d2h", warn=metrics.warn) for name in ("d2h", "h2d"))
         self.order, self.registry, self.claims = order, registry, claims = UseOrder(), StorageRegistry(), Claims()
         self.context = context = SwapContext(pool, out, back, metrics, streams)

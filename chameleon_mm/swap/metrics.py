@@ -21,7 +21,6 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.pool.free_list import Units, units_bytes
 from chameleon_mm.swap.copy_queue import Move, Piece
 
 # --- Sums of one step's times. Each time is added once the device has reached its event
@@ -65,7 +64,6 @@ class StepSums:
 # CopySpan        copy in one direction
 # WaitSpan        time in which compute waited for a copy, or recomputed a storage
 # StepSpan        timed step, and when the host began it
-# MemorySample    memory read at a hook, on the host's clock
 
 
 class StepKind(enum.Enum):
@@ -124,23 +122,14 @@ class StepSpan:
     """Value of the device's `host_us` when the host began the step. On a GPU not later than `start_us`."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemorySample:
-    """Memory at a hook of a timed step, on the host's clock `host_us`."""
-
-    host_us: float
-    hbm_bytes: int
-    host_bytes: int
-    """Bytes of pinned memory in live blocks."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedSpans:
     """Latest waits, steps and memory readings. Copies are in `Metrics.spans`."""
 
     waits: tuple[WaitSpan, ...] = ()
     steps: tuple[StepSpan, ...] = ()
-    memory: tuple[MemorySample, ...] = ()
+    memory: tuple[tuple[float, int], ...] = ()
+    """Device memory at hooks of timed steps: `host_us`, bytes allocated."""
 
 
 # --- metrics
@@ -241,15 +230,13 @@ class Totals(Counters):
 class Metrics:
     """Counters and timings of one executor. Adds pairs of timed events to `Totals` once they are complete."""
 
-    def __init__(
-        self, *, host_us: Callable[[], float] = lambda: 0.0, pinned_units: Callable[[], Units] = lambda: (0, 0, 0)
-    ) -> None:
-        """`host_us()`: clock `host_us` of the device. `pinned_units()`: pinned memory in live blocks."""
+    def __init__(self, *, host_us: Callable[[], float] = lambda: 0.0) -> None:
+        """`host_us()`: clock `host_us` of the device."""
         self.totals = Totals()
         self.timed = False
-        self.host_us, self.pinned_units = host_us, pinned_units
-        self.memory: deque[tuple[float, int, Units]] = deque(maxlen=MAX_SPANS)
-        """Memory readings in timed steps, appended by memory checks: `host_us`, bytes allocated, `pinned_units`."""
+        self.host_us = host_us
+        self.memory: deque[tuple[float, int]] = deque(maxlen=MAX_SPANS)
+        """Memory readings in timed steps, appended by memory checks: `host_us`, bytes allocated."""
         self.step: StepSums | None = None
         """Sums of the running or latest step; None: it is not timed."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
@@ -387,11 +374,7 @@ class Metrics:
         with self._resolving:
             later = [begun.host_us for begun in (self._begun, *(ended[0] for ended in list(self._ended))) if begun is not None]
             until_us = min(later, default=inf)
-            memory = tuple(
-                MemorySample(host_us, hbm_bytes, units_bytes(units))
-                for host_us, hbm_bytes, units in list(self.memory)
-                if host_us < until_us
-            )
+            memory = tuple(reading for reading in list(self.memory) if reading[0] < until_us)
             waits = tuple(WaitSpan(*fields) for fields in self._wait_spans)
             return TimedSpans(waits=waits, steps=tuple(StepSpan(*fields) for fields in self._step_spans), memory=memory)
 

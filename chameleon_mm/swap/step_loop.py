@@ -469,7 +469,7 @@ class StepLoop:
         self.growth += grew
         self.cumulative, self.taken, self.now, self.peak, self.seen = cumulative, 0, now, peak, max(self.seen, seen)
         if self._timed:
-            self._metrics.memory.append((self._device.host_us, seen, self._metrics.pinned_units()))
+            self._metrics.memory.append((self._device.host_us, seen))
         if row.number < 0 or hook == self.since:
             return True
         since, self.since, growth, self.growth = self.since, hook, self.growth, 0

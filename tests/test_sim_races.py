@@ -1,13 +1,13 @@
 """The race detector: raises if and only if two conflicting accesses have no happens-before, and names both.
 
-The oracle is brute force: a graph with an edge for every ordering rule, and reachability in it.
+The oracle is brute force: `tests._stand_in_calls.Oracle`, which has for each place all operations that it is ordered after.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_mm.device.sim import SimDevice, SimEvent
+from tests._stand_in_calls import Oracle
 from tests.observed import POISON_BYTE, SimRaceError, unchecked
 
 N = 64
@@ -146,46 +147,10 @@ def test_pinned_memory_is_freed_only_after_its_copies(sim: SimDevice) -> None:
     sim.free_pinned(host)
 
 
-@dataclass
-class Oracle:
-    """Happens-before as a graph: nodes are pieces of work, `before` their direct predecessors."""
-
-    before: dict[int, set[int]] = field(default_factory=dict)
-    last: dict[str, int] = field(default_factory=dict)
-    accesses: list[tuple[int, str, range, bool]] = field(default_factory=list)
-
-    def node(self, actor: str) -> int:
-        """The next work of `actor`: after its last, and after all that the host had done when it was issued."""
-        node = len(self.before)
-        self.before[node] = {self.last[name] for name in (actor, "host") if name in self.last}
-        self.last[actor] = node
-        return node
-
-    def reaches(self, earlier: int, later: int) -> bool:
-        stack, seen = [later], {later}
-        while stack:
-            node = stack.pop()
-            if node == earlier:
-                return True
-            fresh = self.before[node] - seen
-            seen |= fresh
-            stack.extend(fresh)
-        return False
-
-    def races(self, node: int, touched: list[tuple[str, range, bool]]) -> bool:
-        """True if the accesses of `node` conflict with an unordered earlier one. Records the accesses."""
-        racy = any(
-            buffer == other and (write or wrote) and set(where) & set(there) and not self.reaches(earlier, node)
-            for buffer, where, write in touched
-            for earlier, other, there, wrote in self.accesses
-        )
-        self.accesses += [(node, *access) for access in touched]
-        return racy
-
-
 STREAMS = ("compute", "d2h", "h2d", "other")
 BUFFERS = {"hbm0": False, "hbm1": False, "host0": True, "host1": True}
 CELL, CELLS = 16, 4
+ACTORS = (*STREAMS, "host")
 
 
 class Program:
@@ -194,19 +159,28 @@ class Program:
     def __init__(self, seed: int, *, check_races: bool) -> None:
         self.choose = random.Random(seed)
         self.sim = SimDevice() if check_races else unchecked(SimDevice())
-        self.oracle = Oracle()
+        self.oracle = Oracle(len(ACTORS), 0, len(BUFFERS) * CELLS)
         self.streams = {name: self.sim.new_stream(name) for name in STREAMS[1:]} | {"compute": self.sim.current_stream()}
         self.buffers = {
             name: self.sim.alloc_pinned(CELL * CELLS) if host else self.sim.current_stream().alloc(CELL * CELLS)
             for name, host in BUFFERS.items()
         }
-        node = self.oracle.node("compute")
-        self.oracle.races(node, [(name, range(CELLS), True) for name, host in BUFFERS.items() if not host])
+        for name in ("hbm0", "hbm1"):
+            self._races("compute", name, range(CELLS), writes=True)
         for name, buffer in self.buffers.items():
             torch.manual_seed(len(name) + seed)
             buffer.random_(0, 256)  # outside of compute(): the simulator sees no access
         self.expected = {name: buffer.tolist() for name, buffer in self.buffers.items()}
-        self.events: list[tuple[SimEvent, int]] = []
+        self.events: list[tuple[SimEvent, set[int]]] = []
+
+    def _races(self, actor: str, buffer: str, cells: range, *, writes: bool) -> bool:
+        """Tell the oracle of an access. True if it conflicts with an earlier one that it is not ordered after."""
+        first = CELLS * list(BUFFERS).index(buffer)
+        at = ACTORS.index(actor)
+        conflicts = self.oracle.access(at, first + cells.start, first + cells.stop, writes=writes)
+        if actor == "host":
+            self.oracle.host |= self.oracle.stream[at]
+        return conflicts > 0
 
     def step(self) -> tuple[bool, Callable[[], None]]:
         """Return the next piece of work: True if it races by the oracle, and the call on the simulator."""
@@ -219,23 +193,23 @@ class Program:
             return self._kernel("host")
         if kind == "record" or not self.events:
             name = self.choose.choice(STREAMS)
-            self.events.append((self.streams[name].record(), self.oracle.node(name)))
+            self.events.append((self.streams[name].record(), self.oracle.stream[ACTORS.index(name)] | self.oracle.host))
             return False, lambda: None
         event, recorded = self.choose.choice(self.events)
         if kind == "see":
-            self.oracle.before[self.oracle.node("host")].add(recorded)
+            self.oracle.host |= recorded
             return False, event.synchronize
         name = self.choose.choice(STREAMS)
-        self.oracle.before[self.oracle.node(name)].add(recorded)
+        self.oracle.stream[ACTORS.index(name)] |= recorded
         return False, lambda: self.streams[name].wait(event)
 
     def undo(self) -> Callable[[], None]:
-        """Back to here, for a step that is not run: its node stays in the graph, with nothing after it."""
+        """Back to here, for a step that is not run."""
         expected = {name: list(values) for name, values in self.expected.items()}
-        accesses, last = list(self.oracle.accesses), dict(self.oracle.last)
+        oracle = copy.deepcopy(self.oracle)
 
         def back() -> None:
-            self.expected, self.oracle.accesses, self.oracle.last = expected, accesses, last
+            self.expected, self.oracle = expected, oracle
 
         return back
 
@@ -251,7 +225,7 @@ class Program:
         if all(BUFFERS[name] for name in names):
             names[0] = "hbm0"
         dst, src, cells, stream = *names, self._cells(), self.choose.choice(STREAMS)
-        racy = self.oracle.races(self.oracle.node(stream), [(src, cells, False), (dst, cells, True)])
+        racy = self._races(stream, src, cells, writes=False) | self._races(stream, dst, cells, writes=True)
         where = slice(cells.start * CELL, cells.stop * CELL)
         self.expected[dst][where] = self.expected[src][where]
         return racy, lambda: self.streams[stream].copy(self._bytes(dst, cells), self._bytes(src, cells))
@@ -260,7 +234,7 @@ class Program:
         """`add_` in device memory by compute, in pinned memory by the host."""
         name = self.choose.choice([name for name, host in BUFFERS.items() if host == (actor == "host")])
         cells = self._cells()
-        racy = self.oracle.races(self.oracle.node(actor), [(name, cells, True)])
+        racy = self._races(actor, name, cells, writes=True)
         for i in range(cells.start * CELL, cells.stop * CELL):
             self.expected[name][i] = (self.expected[name][i] + 1) % 256
 

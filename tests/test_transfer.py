@@ -304,9 +304,6 @@ def ends(device: Device) -> Iterator[Ends]:
     made.close()
 
 
-SIZES = [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 5 * PIECE + 17]
-
-
 def test_an_urgent_copy_waits_for_two_pieces_at_most() -> None:
     """64 KiB asked for every 40 us while 256 MiB come back: the 99th percentile is 1.2 ms at most, on a link of 55 GB/s."""
     sim = cm.SimDevice()
@@ -328,33 +325,6 @@ def test_an_urgent_copy_waits_for_two_pieces_at_most() -> None:
     took_us = sorted(urgent.pieces[-1].end.elapsed_us(asked) for asked, urgent in waits)
     assert len(took_us) > 100
     assert took_us[len(took_us) * 99 // 100] <= 1200
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize("urgent", [True, False])
-def test_exact_bytes_out_and_back(nbytes: int, urgent: bool, ends: Ends) -> None:
-    queues = queues_of(ends.device)
-    content = random_bytes(nbytes)
-    src, host = ends.on_device(content), ends.on_host(torch.zeros(nbytes, dtype=torch.uint8))
-    out = queues.out.submit(Move(src.untyped_storage(), host, [ends.compute.record()]))
-    left = finish(queues.out, out, ends.device, urgent=urgent)
-    dst = ends.compute.alloc(nbytes)
-    back = queues.back.submit(Move(dst.untyped_storage(), host, [ends.compute.record(), left]))
-    finish(queues.back, back, ends.device, urgent=urgent)
-    ends.device.synchronize()
-    assert torch.equal(host, content)
-    assert torch.equal(dst.cpu(), content)
-
-
-def finish(queue: CopyQueue, move: Move, device: Device, *, urgent: bool) -> Event:
-    """The event after `move`: at once, or as the outstanding limit lets it go."""
-    if urgent:
-        return queue.issue(move)
-    while not is_done(move):
-        device.synchronize()
-        queue.hand_over()
-    assert move.done is not None
-    return move.done
 
 
 def test_the_lanes_overlap_in_simulated_time(sim: cm.SimDevice) -> None:

@@ -284,32 +284,6 @@ def test_memory_that_torch_did_not_allocate_stays_and_is_counted(name: str, sim:
 # --- whole programs
 
 
-def test_a_second_backward_finds_the_memory_gone_in_between(sim: cm.SimDevice) -> None:
-    def twice(at: torch.device, between: Callable[[], None]) -> list[Tensor]:
-        torch.manual_seed(3)
-        x = torch.randn(SIDE, SIDE, device=at, requires_grad=True)
-        loss = torch.tanh(torch.tanh(x) * 2).exp().sum()
-        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
-        between()
-        (second,) = torch.autograd.grad(loss, x, create_graph=False)
-        return [first, second]
-
-    expected = twice(sim.torch_device, lambda: None)
-    hooks = cm.save_on_cpu(device=sim, min_bytes=1024)
-    states: list[State] = []
-
-    def look() -> None:
-        torch.ones(2, requires_grad=True).exp()
-        torch.ones(2, requires_grad=True).exp()
-        states.extend(one.state for one in hooks._executor.registry.all())
-
-    with sim.compute(), hooks:
-        got = twice(sim.torch_device, look)
-    assert states
-    assert set(states) == {State.ON_HOST}
-    assert all(map(torch.equal, got, expected))
-
-
 def test_a_use_on_another_stream_has_memory_of_its_own(sim: cm.SimDevice) -> None:
     with sim.compute():
         swapper = executor(sim)

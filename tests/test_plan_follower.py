@@ -19,7 +19,6 @@ from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.plan.unswapped_memory import least_memory
 from chameleon_mm.swap.executor import Executor
-from chameleon_mm.swap.metrics import StepKind
 from tests._random_models import SLOW_GPU, adaptation_of, far_ahead, link_of, planning
 
 pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
@@ -79,15 +78,6 @@ class Training:
     def counts(self) -> tuple[int, int, int]:
         """Detailed steps, plans, steps that were known."""
         return self.adaptation.detailed_steps, self.adaptation.plans, self.adaptation.plan_cache_hits
-
-
-def test_a_step_is_recorded_and_those_like_it_follow_its_plan() -> None:
-    training = Training()
-    assert [training.step("tsecst") for _ in range(3)] == [False, True, True]
-    assert training.counts[0] == 1
-    assert training.counts[2] == 2
-    assert training.executor.metrics.totals.steps_by_kind == {StepKind.RECORDED: 1, StepKind.PLANNED: 2}
-    assert training.executor.metrics.totals.bytes_swapped_in > 0
 
 
 def test_a_new_step_is_recorded_once_and_known_from_then_on() -> None:
@@ -208,24 +198,3 @@ def test_a_step_that_cannot_be_recorded_is_given_up(monkeypatch: pytest.MonkeyPa
     assert had_plan == [False] * (RECORDINGS + 2)
     assert training.counts == (0, 0, 0)
     assert training.executor.recording.recorder is None
-
-
-def test_a_graph_from_one_step_is_used_in_the_next() -> None:
-    training = Training()
-    for _ in range(3):
-        training.step("tsecst")
-    executor, device = training.executor, training.device
-    with device.compute():
-        x = torch.randn(SIDE, SIDE, requires_grad=True)
-        (expected,) = torch.autograd.grad(training._run(x, "tsecst"), x)
-        executor.begin_step(timed=True)
-        with torch.autograd.graph.saved_tensors_hooks(executor.save, executor.use):
-            out = training._run(x, "tsecst")
-        executor.end_step(completed=True)
-        executor.begin_step(timed=True)
-        (got,) = torch.autograd.grad(out, x)
-        executor.end_step(completed=True)
-    assert torch.equal(got, expected)
-    del out
-    assert len(executor.registry) == 0
-    assert training.pool.stats().live_bytes == 0

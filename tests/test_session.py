@@ -70,18 +70,6 @@ def test_a_session_is_entered_once(device: Device) -> None:
     assert session.report().steps == 1
 
 
-def test_what_is_saved_between_steps_is_swapped_too(device: Device) -> None:
-    session = opened(device)
-    x = leaf(device)
-    expected = gradient(device, x)
-    with session:
-        out = deep(x).sum()
-        assert session.pool.stats().num_live > 0
-        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
-        del out
-    assert session.pool.stats().num_live == 0
-
-
 def test_nested_sessions_are_exact_and_the_innermost_acts(device: Device) -> None:
     outer, inner = opened(device), opened(device)
     x = leaf(device)
@@ -343,15 +331,6 @@ def test_the_first_step_holds_no_more_than_the_model_does(sim: cm.SimDevice) -> 
     assert swapped.peaks[0] <= bound
     plain = train(MLP, sim, shares=(1,))
     assert bound < plain.peaks[0] // 2  # the bound says something
-
-
-def test_the_second_step_prefetches_what_the_first_fetched_on_demand(sim: cm.SimDevice) -> None:
-    budget = max(train(MLP, sim).peaks) // 2
-    reports = [train(MLP, cm.SimDevice(), budget, shares=(1,) * steps, plans=False).report for steps in (1, 2, 3, 4)]
-    prefetches = [report.prefetches for report in reports]
-    assert prefetches[0] == 0 < prefetches[1]
-    assert reports[1].swap_ins_on_demand < 2 * reports[0].swap_ins_on_demand
-    assert prefetches == [step * prefetches[1] for step in range(4)]  # a repeated step repeats the learned order
 
 
 def test_an_order_that_is_not_the_reverse_is_learned(sim: cm.SimDevice) -> None:

@@ -21,7 +21,7 @@ from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.saved_storage import SavedStorage
-from tests._programs import at_once, deep, gradient, on_a_thread, saved_by, swapping_executor
+from tests._programs import at_once, on_a_thread, saved_by, swapping_executor
 
 pytestmark = pytest.mark.usefixtures("no_gc", "flags_of_modes")
 
@@ -114,25 +114,6 @@ def test_eight_sessions_on_one_device(shared: bool, device: Device) -> None:
     assert_same(expected, problems)
     assert [session.pool.stats().num_live for session in sessions] == [0] * THREADS
     assert all(session.report().bytes_swapped_out > 0 for session in sessions)
-
-
-def test_forward_on_one_thread_backward_on_another(device: Device) -> None:
-    """Behaves as on a GPU: one thread uses tensors that another saved, and the saving thread may never come back."""
-    x = torch.randn(32, 32, device=device.torch_device, requires_grad=True)
-    pool = cm.PinnedPool("8MiB", device=device)
-    hooks = cm.save_on_cpu(device=device, pool=pool, min_bytes=0)
-    made: list[Tensor] = []
-
-    def forward() -> None:
-        with device.compute(), hooks:
-            made.append(deep(x).sum())
-
-    expected = gradient(device, x)
-    on_a_thread(forward)
-    with device.compute():
-        (got,) = torch.autograd.grad(made.pop(), x)
-    assert torch.equal(got, expected)
-    assert pool.stats().num_live == 0
 
 
 # --- one claim, two threads

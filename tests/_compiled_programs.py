@@ -28,9 +28,9 @@ def rows(number: int, count: int = 48, *, width: int = WIDTH) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self, between: Callable[[Tensor], Tensor] = F.gelu) -> None:
+    def __init__(self, between: Callable[[Tensor], Tensor] = F.gelu, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:

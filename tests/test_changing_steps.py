@@ -26,8 +26,9 @@ from chameleon_mm.device.sim import CostModel
 from chameleon_mm.follow.adaptation import CACHED_STEPS, RECORDED_SHARE, UNUSED_RECORDINGS
 from chameleon_mm.follow.structure import OPEN_MARGIN, RECENT_STEPS, ExtraMemory, Structure
 from chameleon_mm.record.light_profiler import StepRecord
+from tests._compiled_programs import Block
 from tests._runs import Run, run_steps
-from tests.test_random_lengths import check, report_of, share_of_unswapped
+from tests.test_random_lengths import budget_of, check, report_of
 
 pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
 
@@ -39,22 +40,12 @@ SMALL_SHARE = 0.62
 and one operator's memory are that much of it."""
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
-
-
 class Net(nn.Module):
     """Blocks, then experts, some of which each step takes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(width=WIDTH) for _ in range(LAYERS))
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
 
     def forward(self, x: Tensor, *, skip: Collection[int] = (), route: Sequence[int] = ()) -> Tensor:
@@ -233,7 +224,7 @@ LENGTHS = (96, 120, 80, 200, 64, 150, 100, 90, 170, 110, 130, 75)
 )
 def test_steps_whose_routing_nobody_can_tell_follow_one_plan(shapes: list[tuple[int, int]], share: float, planned: int) -> None:
     make = MODELS["mixture"]
-    run = check(make, shapes, share_of_unswapped(make, max(shapes), share))
+    run = check(make, shapes, budget_of(make, max(shapes), share))
     assert report_of(run).detailed_steps <= 4
     assert report_of(run).steps_by_phase["planned"] >= planned
 
@@ -260,7 +251,7 @@ class Skipping(LengthModel):
 @pytest.mark.ci
 def test_recordings_that_nothing_comes_of_are_bounded() -> None:
     shapes = [(2, 128)] * 48
-    budget = share_of_unswapped(Skipping, (2, 128), 0.8)
+    budget = budget_of(Skipping, (2, 128), 0.8)
     run = check(Skipping, shapes, budget)
     # The first step is always recorded; of 48 the share allows one.
     assert report_of(run).detailed_steps <= 1 + UNUSED_RECORDINGS + RECORDED_SHARE * len(shapes)
@@ -271,7 +262,7 @@ def test_recordings_that_nothing_comes_of_are_bounded() -> None:
 @pytest.mark.timeout(900)
 def test_a_hundred_steps_of_changing_routing() -> None:
     make, shapes = MODELS["mixture"], [(8, 256)] * 100
-    budget = share_of_unswapped(make, (8, 256), 0.5)
+    budget = budget_of(make, (8, 256), 0.5)
     run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= 6
     assert sum(run.times_us) < sum(run_lengths(make, shapes, budget, plans=False).times_us)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,6 +22,7 @@ from chameleon_mm.plan.unswapped_memory import memory_curve, peak_memory
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.record.storages import Readings, StorageTable
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.prediction import needs_of
 from chameleon_mm.units import KIB
 from tests._plain_training import Image, image
@@ -296,40 +297,12 @@ def test_what_is_allocated_and_gone_again_is_told_from_what_stays(seed: int) -> 
 
 # --- training within a budget
 
-BLOCKS, WIDTH, HEADS, VOCABULARY, ROWS, LENGTH = 6, 32, 4, 32, 4, 128
+VOCABULARY, ROWS, LENGTH = 32, 4, 128
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(SDPBackend.MATH):
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
-        return out
-
-
-class GPT(nn.Module):
-    """With the first two rows of attention masked out: only `_safe_softmax` gives them zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        at = torch.arange(ids.shape[1], device=ids.device)
-        mask = (at[:, None] >= at) & (at[:, None] >= 2)
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x, mask)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+def loss_of(model: GPT, ids: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return model.loss(ids, ids)
 
 
 def train(
@@ -339,7 +312,8 @@ def train(
     chance = Random(1)
 
     def make() -> tuple[GPT, torch.optim.Optimizer]:
-        model = GPT().to(device.torch_device)
+        config = GPTConfig(layers=6, width=32, heads=4, context=LENGTH, vocabulary=VOCABULARY, dropout=0.0)
+        model = GPT(config).to(device.torch_device)
         return model, torch.optim.SGD(model.parameters(), lr=1e-2)
 
     def step(model: GPT, optimizer: torch.optim.Optimizer, number: int) -> list[Image]:
@@ -347,8 +321,8 @@ def train(
         ids = ids.to(device.torch_device)
         if evaluates and chance.random() < 0.25:
             with torch.no_grad():
-                model(ids)
-        loss = model(ids)
+                loss_of(model, ids)
+        loss = loss_of(model, ids)
         loss.backward()
         images = [image(t) for t in (loss, *(p.grad for p in model.parameters())) if t is not None]
         optimizer.step()

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,17 +36,6 @@ def curve(trace: Trace) -> list[int]:
     np.add.at(change, trace.tensor_born[here], rounded(trace)[here])
     np.add.at(change, trace.tensor_dies + 1, -rounded(trace))
     return list(map(int, trace.start_bytes + np.cumsum(change[: trace.num_ticks + 1])))
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0, is_causal=True)
-        return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.2, self.training)
 
 
 class Recomputed(nn.Module):
@@ -92,7 +80,6 @@ CASES = {
     "mlp, momentum": Case(mlp, lambda: torch.randn(8, 16), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
     "mlp, accumulated": Case(mlp, lambda: torch.randn(8, 16), micro_batches=3),
     "convolutional": Case(convolutional, lambda: torch.randn(4, 2, 12, 12)),
-    "attention": Case(Attention, lambda: torch.randn(2, 8, 32)),
     "gpt": Case(gpt, lambda: torch.randint(256, (2, 16))),
     "gpt, accumulated": Case(gpt, lambda: torch.randint(256, (2, 16)), micro_batches=2),
     "recomputed": Case(lambda: Recomputed(reentrant=False), lambda: torch.randn(4, 16), micro_batches=2),

@@ -194,27 +194,6 @@ def random_program(cuda: Runtime, seed: int, steps: int = 150, nbytes: int = 48)
     return found, expected, texts + cuda.violations()
 
 
-def random_copies(cuda: Runtime, seed: int) -> tuple[str, list[str]]:
-    """Run copies at random on three streams with few waits: the final memory depends on the mode alone."""
-    dice = random.Random(seed)
-    streams, nbytes = [cuda.stream() for _ in range(3)], 256
-    device, host = cuda.malloc(nbytes), cuda.pinned(nbytes)
-    ctypes.memmove(host, dice.randbytes(nbytes), nbytes)
-    for _ in range(60):
-        stream, size = dice.choice(streams), dice.randrange(1, 64)
-        inside, outside = device + dice.randrange(nbytes - size), host + dice.randrange(nbytes - size)
-        if dice.random() < 0.5:
-            cuda.copy(inside, outside, size, stream)
-        else:
-            cuda.copy(outside, inside, size, stream)
-        if dice.random() < 0.3:
-            cuda.order(dice.choice(streams), dice.choice(streams))
-        if dice.random() < 0.1:
-            cuda.error("cudaStreamQuery", c_void_p(dice.choice(streams)))
-    cuda.synchronize()
-    return (ctypes.string_at(host, nbytes) + ctypes.string_at(device, nbytes)).hex(), cuda.violations()
-
-
 def read_too_soon(cuda: Runtime) -> list[int]:
     """The bytes that a copy reads on a stream that waits neither for the copy nor for the operator that write them."""
     a, b = cuda.stream(), cuda.stream()

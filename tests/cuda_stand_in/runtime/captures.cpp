@@ -75,7 +75,6 @@ void capture_access(Stream* stream, const void* p, size_t bytes, bool writes, co
   Capture* capture = stream->capture;
   uintptr_t begin = uintptr_t(p);
   capture->graph->uses.push_back({begin, bytes, writes, what});
-  if (!settings().races) return;
   Access access{stream->number, next_position(stream), stream->number, what};
   capture->history.note(begin, begin + bytes, writes, access, stream->capture_clock,
                         [&](const Access& earlier, bool wrote, uintptr_t from, uintptr_t to) {

@@ -118,7 +118,6 @@ Stream* stream_of(cudaStream_t handle) {
 bool is_legacy(const Stream* stream) { return legacy_of(stream->device) == stream; }
 
 void begin_operation(Stream* stream) {
-  if (!settings().races) return;
   if (stream->lane < 0) {
     if (free_lanes.empty()) {
       stream->lane = lanes_given++;

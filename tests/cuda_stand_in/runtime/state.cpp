@@ -46,7 +46,6 @@ const Settings& settings() {
       mode(),
       std::min(number("CUDA_STAND_IN_DEVICES", 1), long(most_devices)),
       number("CUDA_STAND_IN_LOG", 0),
-      number("CUDA_STAND_IN_RACES", 1) != 0,
   };
   return read;
 }

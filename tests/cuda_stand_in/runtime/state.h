@@ -36,7 +36,6 @@ struct Settings {
   Mode mode;
   long devices;
   long log;               // 0 nothing, 1 what is refused, 2 every copy
-  bool races;             // whether accesses are checked
 };
 const Settings& settings();
 constexpr int most_queries = 2;  // so often an unfinished event or stream answers "not ready" before a query forces it

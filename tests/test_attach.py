@@ -341,24 +341,6 @@ def test_a_model_is_attached_once(sim: cm.SimDevice) -> None:
     cm.attach(model, device=sim).detach()
 
 
-def test_what_is_no_model_and_what_no_session_takes_is_refused_with_nothing_attached(sim: cm.SimDevice) -> None:
-    model, before = layers(), dict(_global_optimizer_post_hooks)
-    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module.*pass the model that the training loop calls"):
-        cm.attach(model.forward, device=sim)  # type: ignore[arg-type]  # the mistake
-    with pytest.raises(ValueError, match="hbm_budget"):
-        cm.attach(model, hbm_budget="much", device=sim)
-    with pytest.raises(TypeError, match="budget"):
-        cm.attach(model, budget="1GiB", device=sim)
-    with sim.compute():
-        inside = layers()
-        held = torch.ones(MIB)
-        with pytest.raises(cm.InfeasibleBudget, match="raise the budget or make the model smaller"):
-            cm.attach(inside, hbm_budget=MIB, device=sim)
-        del held
-    assert not model._forward_pre_hooks
-    assert dict(_global_optimizer_post_hooks) == before
-
-
 class Elsewhere(Tensor):
     """Tensor that reports an absent device, as a real tensor there does."""
 
@@ -408,14 +390,6 @@ def test_a_model_whose_first_forward_makes_its_parameters(sim: cm.SimDevice) -> 
         return state_of(model)
 
     check_bits(train, sim, STEPS)
-
-
-def test_it_is_detached_where_it_was_attached(sim: cm.SimDevice) -> None:
-    handle = cm.attach(layers(), device=sim)
-    with pytest.raises(cm.SessionClosedError, match="leave it there"):
-        on_a_thread(handle.detach)
-    handle.detach()
-    check_nothing_left(handle)
 
 
 def test_training_on_another_thread_is_told(sim: cm.SimDevice) -> None:

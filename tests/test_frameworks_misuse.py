@@ -93,17 +93,6 @@ def test_one_callback_serves_trainings_after_each_other_and_not_two_at_once(tmp_
     check_nothing_left(model)
 
 
-def test_an_attached_model_is_not_attached_again(tmp_path: Path) -> None:
-    model = llama(2)()
-    with cm.attach(model, **swapping("1MiB")), pytest.raises(ValueError, match="expected a model that is not attached"):
-        hf.trainer(model, tmp_path, [hf.SwapCallback(**swapping("1MiB"))]).train()
-    two = [hf.SwapCallback(**swapping("1MiB")), hf.SwapCallback(**swapping("1MiB"))]
-    with pytest.raises(ValueError, match="expected a model that is not attached"):
-        hf.trainer(model, tmp_path, two).train()
-    two[0].detach()
-    check_nothing_left(model)
-
-
 @pytest.mark.parametrize("way", ["detach", "next training", "dropped"])
 def test_what_a_training_that_raised_left_goes(way: str, tmp_path: Path) -> None:
     swap, model = hf.SwapCallback(**swapping("600KiB")), llama(2)()

@@ -108,20 +108,6 @@ def test_it_may_be_installed_twice_alike_and_not_otherwise() -> None:
     assert ours() is not there
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
-    [
-        ({"hbm_budget": "1GiB"}, TypeError, "expected arguments of save_on_cpu .device, .*, got hbm_budget=; leave it out"),
-        ({"min_bytes": "much"}, ValueError, "min_bytes"),
-        ({"pool": 3}, TypeError, "pool: expected a PinnedPool"),
-    ],
-)
-def test_wrong_arguments_are_said_at_once(arguments: dict[str, Any], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        cm.install(**arguments)
-    assert torch.autograd.graph.save_on_cpu is TORCHS_OWN[0]
-
-
 def test_classes_made_of_it_and_managers_made_before_go_on(sim: cm.SimDevice) -> None:
     before = TORCHS_OWN[0](pin_memory=False)
     cm.install(device=sim, min_bytes=256)

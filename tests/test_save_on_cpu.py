@@ -81,13 +81,6 @@ def test_a_pool_of_another_device_is_refused_by_name() -> None:
 # --- the pool
 
 
-def test_a_pool_brings_its_device(device: Device) -> None:
-    pool = cm.PinnedPool("1MiB", device=device)
-    manager = cm.save_on_cpu(pool=pool)
-    assert manager.device is device
-    assert manager.pool is pool
-
-
 def test_a_manager_keeps_its_own_pool_between_entries(device: Device, x: Tensor) -> None:
     manager = cm.save_on_cpu(device=device, min_bytes=0)
     for _ in range(3):

@@ -159,11 +159,6 @@ def test_growth_is_foreseen_until_memory_is_checked_again() -> None:
     assert any(made.growth_after(hook, 0) > PlannedStep(made.record, TRACE).growth_after(hook, 0) for hook in checked)
 
 
-def test_a_plan_of_another_trace_is_refused() -> None:
-    with pytest.raises(ValueError, match="make a plan for this trace"):
-        planned(dataclasses.replace(plan(1.0), fingerprint=3))
-
-
 def test_the_measured_time_is_the_median_of_the_latest() -> None:
     made = planned(plan(100.0))
     assert made.current is not None

@@ -39,15 +39,6 @@ def learned(*growth: int) -> Headroom:
     return headroom
 
 
-def test_nothing_is_known_in_the_first_step() -> None:
-    headroom = Headroom()
-    for nbytes in (1, 2, 3):
-        assert headroom.need() is None
-        assert headroom.need(ahead=5) is None
-        headroom.record(nbytes)
-    assert headroom.need() is None
-
-
 def test_the_need_is_the_most_of_the_neighbours() -> None:
     headroom = learned(10, 1, 2, 3, 4, 50)
     needs = []
@@ -66,16 +57,6 @@ def test_looking_ahead_widens_the_window_forwards_only() -> None:
     assert headroom.need(ahead=1) == 7
     assert headroom.need(ahead=3) == 80
     assert headroom.need(ahead=100) == 80
-
-
-def test_beyond_the_last_known_look_nothing_is_known() -> None:
-    headroom = learned(1, 2)
-    headroom.record(0)
-    assert headroom.need() == 2
-    headroom.record(0)
-    assert headroom.need() is None
-    headroom.record(0)
-    assert headroom.need() is None
 
 
 def test_a_step_of_another_length_is_what_the_next_one_is_measured_by() -> None:
@@ -137,12 +118,6 @@ def test_a_step_that_did_not_end_teaches_nothing() -> None:
     headroom.record(4)
     headroom.end_step()
     assert headroom.need() == 4
-
-
-def test_a_step_without_a_look_leaves_nothing_known() -> None:
-    headroom = learned(1, 2, 3)
-    headroom.end_step()
-    assert headroom.need() is None
 
 
 @given(growth=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=30), shift=st.integers(-2, 2), ahead=st.integers(0, 8))

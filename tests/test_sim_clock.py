@@ -137,18 +137,6 @@ def test_a_query_is_true_only_once_the_host_clock_has_passed() -> None:
     assert polls == pytest.approx(ALONE_US / device.cost.event_us, abs=2)
 
 
-def test_synchronize_moves_the_host_clock_to_the_event() -> None:
-    device = SimDevice(ROUND)
-    (a,), (p,) = ordered_buffers(device, 1)
-    out = device.new_stream("d2h")
-    issued = device.host_us
-    out.copy(p, a)
-    done = out.record()
-    done.synchronize()
-    assert device.host_us == pytest.approx(issued + device.cost.copy_us + ALONE_US)
-    assert done.query()
-
-
 def test_an_operator_whose_result_the_host_reads_waits_for_the_stream() -> None:
     device = SimDevice(ROUND)
     with device.compute():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device.sim import SimDevice, SimObserver
 from tests._run_scripts import python
-from tests.observed import SimRaceError, StrictObserver
+from tests.observed import SimRaceError
 from tests.observed.shadow import covers, extent_of, share_bytes
 
 N = 64
@@ -47,11 +47,6 @@ def trained(device: SimDevice | None) -> list[Tensor]:
                 step()
     assert session.report().bytes_swapped_in > 0
     return list(model.parameters())
-
-
-def test_every_device_of_a_test_is_observed(sim: SimDevice) -> None:
-    assert isinstance(sim._machine.observer, StrictObserver)
-    assert isinstance(cm.SimDevice("a100")._machine.observer, StrictObserver)
 
 
 def test_what_is_counted_and_computed_is_the_same_without_the_observer() -> None:

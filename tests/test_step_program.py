@@ -51,14 +51,6 @@ def test_whole_storages_go_before_those_in_part() -> None:
     assert ops(rows[4]) == [(RECLAIM, two), (RECLAIM, one)]
 
 
-def test_what_begins_with_its_wait_is_not_due_before() -> None:
-    """A copy out with the reclaim that waits for it, a copy back with its use."""
-    one = saved(0)
-    program = StepProgram.of(TRACE, plan_of(TRACE, [action(one, 4, 4, 19)]))
-    assert [ops(row) for row in program.rows if row.ops or row.ins] == [[(RECLAIM, one)]]
-    assert program.backs == {(19, one)}
-
-
 def test_a_storage_is_numbered_at_its_first_save() -> None:
     program = StepProgram.of(TRACE, plan_of(TRACE, [action(saved(0), 1, 4, 12)]))
     assert [program.number_at(hook) for hook in (0, 1)] == [saved(0), saved(1)]

@@ -19,7 +19,7 @@ from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns
 from chameleon_mm.bench._training_run import PeerRun
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.plan.bounds import Ideal, ideal
+from chameleon_mm.plan.bounds import ideal
 from chameleon_mm.units import GIB
 
 Outcome = PeerRun | Waived
@@ -121,14 +121,14 @@ def add_bound(
     if isinstance(least, Waived):
         cells |= dict.fromkeys(("ideal", "reached", "checkpointing"), least)
     else:
-        cells["ideal"] = figure([least.step_us / 1e3], "ms")
+        cells["ideal"] = figure([least / 1e3], "ms")
         for which, outcome in (("reached", run), ("checkpointing", checkpointed)):
-            cells[which] = outcome if isinstance(outcome, Waived) else figure([least.reached_by(median(outcome.step_us))], "")
+            cells[which] = outcome if isinstance(outcome, Waived) else figure([least / median(outcome.step_us)], "")
     table.add(name, {"share": share}, cells)
 
 
-def ideal_step(planned: Outcome, baseline: PeerRun, budget: int) -> Ideal | Waived:
-    """T* within `budget`, or the reason why there is none."""
+def ideal_step(planned: Outcome, baseline: PeerRun, budget: int) -> float | Waived:
+    """T* in us within `budget`, or the reason why there is none."""
     if isinstance(planned, Waived):
         return planned
     found = planned.followed

@@ -187,7 +187,7 @@ def test_a_plan_keeps_its_budget_exactly_as_simulated(seed: int, share: float, s
     plan = generate_plan(trace, budget, None, cost, drafts=60)
     held_to(trace, plan, cost)
     assert max(carried_out_recomputing(trace, plan)) == plan.peak_bytes
-    assert ideal(trace, budget, cost).step_us <= plan.step_us * (1 + 1e-9)
+    assert ideal(trace, budget, cost) <= plan.step_us * (1 + 1e-9)
 
 
 STEPS: dict[str, Callable[[int], Trace]] = {"used once": any_step, "used again": lambda seed: used_again(Random(seed))}

@@ -161,7 +161,7 @@ def test_plans_of_random_steps(random: Random, share: float, cost: LinkCost) -> 
     assert plan == generate_plan(trace, budget, None, cost, drafts=60, recompute=ALL)
     held_to(trace, plan, cost)
     assert plan.step_us <= swap_only.step_us
-    assert ideal(trace, budget, cost, recompute=ALL).step_us <= plan.step_us * (1 + 1e-9) + 1e-9
+    assert ideal(trace, budget, cost, recompute=ALL) <= plan.step_us * (1 + 1e-9) + 1e-9
     assert not swap_only.recomputed and not swap_only.held
     if not plan.recomputed:
         assert plan == swap_only
@@ -174,7 +174,7 @@ def test_plans_of_random_steps(random: Random, share: float, cost: LinkCost) -> 
 def test_the_bound_is_the_linear_programs_from_below(random: Random, share: float) -> None:
     trace = random_hybrid_step(random)
     budget = max(1, between(trace, share))
-    bound = ideal(trace, budget, SLOW_LINK, recompute=ALL).step_us
+    bound = ideal(trace, budget, SLOW_LINK, recompute=ALL)
     program = least_step_us(trace, budget, SLOW_LINK, ALL)
     assert trace.duration_us * (1 - 1e-9) <= bound <= program * (1 + 1e-6) + 1e-6
     assert bound >= 0.9 * program
@@ -278,7 +278,7 @@ MUST_HOLD = [
     ("gpt2-medium", 16, 1024, "h100", 4, 1.195, 0.98),
     ("gpt2-medium", 16, 1024, "h100", 8, 1.23, 0.97),
 ]
-"""Model, batch, sequence, GPU, parts of the idle activations; the step over the unswapped one at most; the bound's share."""
+"""Model, batch, sequence, GPU, parts of the idle activations; the step over the unswapped one at most; the program's share."""
 
 
 @pytest.mark.ci
@@ -288,9 +288,9 @@ def test_what_was_promised(model: str, batch: int, seq: int, gpu: str, parts: in
     budget = one_part_in(trace, parts)
     plan = generate_plan(trace, budget, None, cost, recompute=ALL)
     assert plan.step_us <= at_most * trace.duration_us
-    bound = ideal(trace, budget, cost, recompute=ALL).step_us
-    assert of_bound <= bound / plan.step_us <= 1
-    assert bound <= least_step_us(trace, budget, cost, ALL) * (1 + 1e-9)
+    least_us = least_step_us(trace, budget, cost, ALL)
+    assert of_bound <= least_us / plan.step_us <= 1
+    assert 0.95 * least_us <= ideal(trace, budget, cost, recompute=ALL) <= least_us * (1 + 1e-9)
     timeline = simulate(trace, plan, cost)
     assert timeline.peak_bytes + bytes_beside(trace, plan) == plan.peak_bytes <= budget
     recomputed = full_recomputation(trace)

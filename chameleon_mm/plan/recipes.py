@@ -12,7 +12,7 @@ to it. An operator cannot run again if one of its inputs is written before the r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,19 +77,17 @@ class Recipes:
         they take no time. O(ticks + storages)."""
         return _Finder(trace, names).recipes(refused, cost)
 
-    def shares_us(
-        self, size: Sequence[float], order: Sequence[int], shared: Sequence[bool], can_drop: Sequence[bool]
-    ) -> list[float]:
-        """Return (m,): time of the operators that make each storage of `order`, plus the comparison with the original if it
-        `can_drop`. If an operator makes several `shared` storages, its time is divided by `size`."""
-        op_us = self.trace.op_us.tolist()
-        us = [0.0] * len(size)
-        for j in order:
+    def shares_us(self, size: Int64s, can_drop: Bools) -> list[float]:
+        """Return (m,): time of the operators that make each storage, plus the comparison with the original if it `can_drop`.
+        If an operator makes several storages that can be dropped, its time is divided among them by `size`."""
+        op_us, sizes, droppable = self.trace.op_us.tolist(), size.tolist(), can_drop.tolist()
+        us = [0.0] * len(sizes)
+        for j in self.order:
             for o in self.makers[j]:
                 fresh = self.fresh[o]
-                whole = sum(size[x] for x in fresh if shared[x]) if shared[j] and j in fresh else 0.0
-                us[j] += op_us[o] * (size[j] / whole if whole else 1.0)
-            us[j] += float(self.compare_us[j]) if can_drop[j] else 0.0
+                whole = sum(sizes[x] for x in fresh if droppable[x]) if droppable[j] and j in fresh else 0
+                us[j] += op_us[o] * (sizes[j] / whole if whole else 1.0)
+            us[j] += float(self.compare_us[j]) if droppable[j] else 0.0
         return us
 
 

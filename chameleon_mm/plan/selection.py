@@ -286,8 +286,7 @@ class _Pricing:
         helps = np.zeros(len(self._size), np.bool_)
         helps[c.tensor] = missing[c.use] > missing[c.first]
         self._can_drop = recipes.can_drop & helps
-        can_drop = self._can_drop.tolist()
-        self._us = recipes.shares_us(self._size.tolist(), recipes.order, can_drop, can_drop)
+        self._us = recipes.shares_us(self._size, self._can_drop)
         self._free = self._alive_at_peaks(level)
 
     def _alive_at_peaks(self, level: Int64s) -> Bools:

@@ -289,7 +289,7 @@ def predict(
     try:
         plan = _plan_within(trace, hbm_budget, host_budget, cost, recompute)
         planning_ms = (time.perf_counter() - began) * 1e3
-        ideal_us = ideal(trace, hbm_budget, cost, recompute=recompute).step_us
+        ideal_us = ideal(trace, hbm_budget, cost, recompute=recompute)
     except InfeasibleBudget as error:
         infeasible, smallest = str(error), error.smallest_bytes or smallest
     if host_budget is not None:

@@ -205,33 +205,19 @@ def test_compiled_regions_save_what_torch_chose_if_something_is_never_recomputed
 # --- what they cost
 
 
-def test_the_report_and_the_page_show_what_pins_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget, plans = budget_for(0.5), list[int]()
+def test_the_report_and_the_page_show_what_pins_hold(tmp_path: Path) -> None:
+    budget = budget_for(0.5)
     loose = train_decoder(6, budget, device=far_ahead())
     run = train_decoder(6, budget, device=far_ahead(), keep=["1"], never_recompute=[RMSNorm])
-    step_us = Adaptation._step_us
-
-    def counted(*given: Any, **more: Any) -> float | None:
-        plans.append(1)
-        return step_us(*given, **more)
-
-    monkeypatch.setattr(Adaptation, "_step_us", counted)
-    report, again = run.session.report(), run.session.report()
-    assert len(plans) == 1  # once, for all reports
-    pins, before = report.pins, loose.report
-    assert again.pins == pins
+    report, before = run.session.report(), loose.report
+    pins = report.pins
     assert before.pins == {}
     assert (pins["keep"], pins["never_recompute"]) == (["1"], ["RMSNorm"])
     movable = sum(before.planned_bytes[what] for what in ("kept", "swapped", "recomputed"))
     assert pins["kept_bytes"] == movable - sum(report.planned_bytes[what] for what in ("kept", "swapped", "recomputed")) > 0
     assert pins["never_recomputed_bytes"] > 0
-    fastest = [min(trial.program.plan.step_us for trial in latest(one.session).trials) for one in (loose, run)]
-    assert [pins["step_us_without"], pins["step_us"]] == pytest.approx(fastest, rel=1e-12)
-    assert fastest[0] < fastest[1]
-    row = next(text for label, text in report.rows() if label.startswith("pins"))
-    assert re.fullmatch(
-        r"keep=\['1'\], never_recompute=\['RMSNorm'\]: .* kept, .* never recomputed; predicted step .* \(\+.* %\)", row
-    )
+    row = dict(report.rows())["pins"]
+    assert re.fullmatch(r"keep=\['1'\], never_recompute=\['RMSNorm'\]: .* kept, .* never recomputed", row)
     report.save_html(tmp_path / "page.html")
     assert row.partition(": ")[2] in (tmp_path / "page.html").read_text()
     json.dumps(report.to_dict())
@@ -241,9 +227,8 @@ def test_pins_without_room_leave_no_plan_and_the_report_says_so(caplog: pytest.L
     run = train_decoder(3, budget_for(0.3), device=far_ahead(), keep=["*"])
     assert run.seen == plainly(3).seen
     report = run.report
-    assert report.pins["step_us"] is None
-    assert report.pins["step_us_without"] > 0
-    assert "no plan with them" in str(report)
+    assert report.planned_step_us is None
+    assert report.pins["kept_bytes"] > 0
     assert "Modules of `keep` hold 24." in caplog.text
 
 
@@ -298,7 +283,7 @@ def test_pins_of_modules_whose_forward_saves_nothing_are_said_to_hold_nothing(si
                 handle.end_step()
     report = handle.report()
     assert report.steps_by_phase["planned"] == 2
-    assert (report.pins["kept_bytes"], report.pins["step_us"]) == (0, report.pins["step_us_without"])
+    assert report.pins["kept_bytes"] == 0
     assert ["hold nothing" in text for label, text in report.rows() if label.startswith("pins")] == [True]
 
 

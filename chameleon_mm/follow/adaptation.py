@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from chameleon_mm.device import Stream
 from chameleon_mm.device.region_partitions import FirstChoice
@@ -30,7 +30,7 @@ from chameleon_mm.plan.regions import SHARES, PartitionChoice
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import COUNTED_ON, LinkCost, without_waits
 from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, saved_where, without_making
-from chameleon_mm.plan.unswapped_memory import Candidates, smallest_budget
+from chameleon_mm.plan.unswapped_memory import smallest_budget
 from chameleon_mm.record.light_profiler import Feature, StepRecord
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.calling_thread import annotation
@@ -380,38 +380,21 @@ class Adaptation:
         first.resident_bytes, first.spare_bytes = nbytes, self._spare_bytes
         first.budget_bytes = self._hbm_budget_bytes - first.spare_bytes
 
-    def _step_us(self, planned: PlannedStep, trace: Trace, *, unpinned: bool = False) -> float | None:
-        """Return the predicted time of a step like `planned` with that trace. `unpinned`: without pins. None: no plan fits."""
+    def _step_us(self, planned: PlannedStep, trace: Trace) -> float | None:
+        """Return the predicted time of a step like `planned` with that trace. None: no plan fits."""
         other = PlannedStep(planned.record, trace, admitted=planned.admitted, banned=planned.banned)
-        if unpinned:
-            other.refused = {number: why for number, why in planned.refused.items() if why is not NEVER_RECOMPUTE}
-            other.staying = frozenset()
-            other.reset_for(ExtraMemory())
         try:
             return self.planning.plans_for(other, self._budgets, self._link_cost(), at_most=1)[0].step_us
         except InfeasibleBudget:
             return None
 
-    def pins(self) -> dict[str, Any]:
-        """Return the cost of the pins in the latest planned step, if any. If pins apply to it, plans it once without them."""
-        planned = self.latest
-        if planned is None:
+    def pins(self) -> dict[str, int]:
+        """Return the bytes that pins hold in the latest planned step; empty without one."""
+        if (planned := self.latest) is None:
             return {}
-        never = {number for number, why in planned.refused.items() if why is NEVER_RECOMPUTE}
-        fastest = min((trial.program.plan.step_us for trial in planned.trials), default=None)
-        if not planned.staying and not never:
-            return {"kept_bytes": 0, "never_recomputed_bytes": 0, "step_us": fastest, "step_us_without": fastest}
-        trace = planned.without_pins()
-        candidates = Candidates.of(trace, between_uses=True)
-        size = dict(zip(candidates.tensor.tolist(), candidates.nbytes.tolist(), strict=True))
-        if planned.unpinned_us is None:
-            planned.unpinned_us = self._step_us(planned, trace, unpinned=True)
-        return {
-            "kept_bytes": sum(size.get(number, 0) for number in planned.staying),
-            "never_recomputed_bytes": sum(size.get(number, 0) for number in never),
-            "step_us": fastest,
-            "step_us_without": planned.unpinned_us,
-        }
+        never = [number for number, why in planned.refused.items() if why is NEVER_RECOMPUTE]
+        kept, never_recomputed = (int(planned.trace.tensor_bytes[list(which)].sum()) for which in (planned.staying, never))
+        return {"kept_bytes": kept, "never_recomputed_bytes": never_recomputed}
 
     def begin_step(self, compute: Stream) -> Recorder | None:
         """Begin a step. Returns its recorder, or None if no trace is needed. Times the step if a plan is on trial."""

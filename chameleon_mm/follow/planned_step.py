@@ -139,22 +139,16 @@ class PlannedStep:
     def reset_for(self, extra: ExtraMemory) -> None:
         """Plan from now on for a step that takes `extra` memory in addition to the recorded memory. Forgets earlier plans."""
         self.extra = extra
-        self.trace = with_staying(self.without_pins(), self.staying)
+        self.trace = with_staying(with_extra(self.extra.added_to(self._recorded), self.margin_bytes), self.staying)
         self._curve: Int64s | None = None
         """Bytes allocated during each tick of `trace`; None until first needed."""
         self.forget_plans()
-
-    def without_pins(self) -> Trace:
-        """Return `trace` as it is without `keep`."""
-        return with_extra(self.extra.added_to(self._recorded), self.margin_bytes)
 
     def forget_plans(self) -> None:
         """Forget the plans, because the budgets or the trace changed."""
         self._same_unused = 0  # the number of spare bytes depends on the budgets
         self.trials: list[PlanTrial] = []
         self._since_plans = 0
-        self.unpinned_us: float | None = None
-        """Predicted time of the step without pins; None until it is first needed."""
 
     def correct_times(self) -> None:
         """Scale the trace's operator times to the measured times. Forgets earlier plans."""

@@ -192,9 +192,8 @@ class SwapReport(Counters):
     recipes_banned: tuple[str, ...]
     """Names of the operators of banned recipes: their bits differed from the original, so they are no longer used."""
     pins: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Pins as texts: "keep", "never_recompute". With a planned step also "kept_bytes" and "never_recomputed_bytes", the movable
-    bytes of the step that they affect; "step_us" of the fastest plan, and "step_us_without" pins (None: there is no plan).
-    Empty: no pins."""
+    """Pins as texts: "keep", "never_recompute". With a planned step also "kept_bytes" and "never_recomputed_bytes", the bytes
+    of the step's saved storages that they hold. Empty: no pins."""
     compiled_partitions: tuple[str, ...] = ()
     """Lines about how much compiled regions save, with estimates of the alternatives: one line per region at its first
     compilation, then one line for all, from the first recorded step."""
@@ -326,7 +325,7 @@ class SwapReport(Counters):
             ("what the steps were", phases),
             ("plans made, host time", f"{self.plans}, {format_us(self.planning_us)}"),
             *self._planned_rows(clock),
-            *self._pin_rows(clock),
+            *self._pin_rows(),
             *(("budget of device memory", text) for text in (self.hbm_budget_from,) if text),
             ("peak device memory", self._peak()),
             *(("reserved by torch at most", format_size(n)) for n in (self.peak_reserved_bytes,) if n is not None),
@@ -393,22 +392,19 @@ class SwapReport(Counters):
             ("latest plan's bytes", ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in self.planned_bytes.items())),
         ]
 
-    def _pin_rows(self, clock: str) -> list[tuple[str, str]]:
-        """Return a row of the pins and their cost in the latest plan; empty without pins."""
+    def _pin_rows(self) -> list[tuple[str, str]]:
+        """Return a row of the pins and the bytes that they hold; empty without pins."""
         given = [f"{option}={self.pins[option]}" for option in ("keep", "never_recompute") if option in self.pins]
         if not given:
             return []
         text = ", ".join(given)
-        if "step_us" in self.pins and not self.pins["kept_bytes"] + self.pins["never_recomputed_bytes"]:
+        held = {name: self.pins[name] for name in ("kept_bytes", "never_recomputed_bytes") if name in self.pins}
+        if held and not any(held.values()):
             text += ": hold nothing: no forward of these modules saves what could move; "
             text += "they may be used without it, replaced, or inside compiled code"
-        elif "step_us" in self.pins:
-            us, without_us = self.pins["step_us"], self.pins["step_us_without"]
-            by = f" ({100 * (us / without_us - 1):+.1f} %)" if us is not None and without_us else ""
-            kept, never = (format_size(self.pins[name]) for name in ("kept_bytes", "never_recomputed_bytes"))
-            steps = (format_us(step) if step is not None else "no plan" for step in (us, without_us))
-            text += ": {} kept, {} never recomputed; predicted step {} with them, {} without{}".format(kept, never, *steps, by)
-        return [(f"pins{clock}", text)]
+        elif held:
+            text += ": {} kept, {} never recomputed".format(*map(format_size, held.values()))
+        return [("pins", text)]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:
         """Return rows about dropped and recomputed storages; empty if no plan has any."""

@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, CudaDevice, SimDevice
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.follow import link_rates
-from chameleon_mm.follow.link_rates import UNMEASURED_LINK, link_cost_for, rates_of, slowest_here
+from chameleon_mm.follow.link_rates import UNMEASURED_LINK, link_cost_for, rates_of
 from chameleon_mm.plan.timing import CopyEngine, LinkCost
 from chameleon_mm.swap.calibration import busy_gbps, calibrate, keep, kept
 from chameleon_mm.swap.metrics import CopySpan
@@ -162,34 +160,6 @@ def test_a_kept_link_carries_both_ways_at_most_what_it_does_each_way(monkeypatch
 def test_a_link_that_nobody_measured_is_the_datasheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert link_cost_for(cm.SimDevice()) == UNMEASURED_LINK
-
-
-class Machines:
-    """Ranks of a job, of which each machine has two, in one process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-        monkeypatch.setattr(link_rates, "local_ranks", lambda: 2)
-
-    def slowest(self, rank: int, share: float) -> LinkCost:
-        """Link that this rank plans with, if its own has that share of the true rates."""
-        self._monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        return slowest_here(TRUE.slowed(share))
-
-
-def test_ranks_of_a_machine_plan_with_the_slowest_link_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Machines(monkeypatch, HashStore())
-    assert ranks.slowest(2, 0.5) == TRUE.slowed(0.5)  # alone there so far
-    assert ranks.slowest(1, 0.9) == TRUE.slowed(0.9)  # rank 2 is on another machine
-    assert ranks.slowest(3, 0.8) == TRUE.slowed(0.5)
-    assert ranks.slowest(2, 0.7) == TRUE.slowed(0.7)  # it is faster now, and still the slowest
-    assert ranks.slowest(2, 1.0) == TRUE.slowed(0.8)
-
-
-def test_a_store_that_is_gone_leaves_a_rank_its_own_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Machines(monkeypatch, None).slowest(0, 0.9) == TRUE.slowed(0.9)
 
 
 # --- measured ahead: the simulator's figures, and a cache that trusts nothing it reads

@@ -4,25 +4,19 @@ rates_of(spans, otherwise)      # LinkCost: each figure is measured if there are
 
 alone:   bytes / (time - copy_us), the median over copies that no copy of the other direction overlaps
 duplex:  bytes of both directions / time in which both were busy
-
-slowest_here(link)              # LinkCost: the slowest rates of the ranks on this machine
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
-import torch.distributed as dist
 
 from chameleon_mm.device import Device
 from chameleon_mm.plan.timing import FASTEST_GBPS, LINK_RATES, SLOWEST_GBPS, LinkCost
 from chameleon_mm.plan.trace import Float64s
-from chameleon_mm.pool.host_memory import local_ranks
 from chameleon_mm.swap.calibration import kept
 from chameleon_mm.swap.metrics import CopySpan
 
@@ -68,31 +62,6 @@ def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
     if duplex_gbps is None:  # scaled like the rates of the single directions
         duplex_gbps = otherwise.duplex_gbps * (d2h_gbps + h2d_gbps) / (otherwise.d2h_gbps + otherwise.h2d_gbps)
     return _link(otherwise, d2h_gbps, h2d_gbps, duplex_gbps)
-
-
-_log = logging.getLogger(__name__)
-
-_KEY = "chameleon_mm/link"
-
-
-def slowest_here(link: LinkCost) -> LinkCost:
-    """Return the slowest rates of the ranks on this machine, which each rank writes to the store of the default process group.
-    All ranks wait for the slowest, so a faster plan on the others gains nothing. No collective, and no wait. Raises nothing.
-
-    `link`: this rank's own rates, which it writes. Ranks of one machine have consecutive numbers, as torchrun assigns them.
-    """
-    try:
-        if not (dist.is_available() and dist.is_initialized()) or (here := local_ranks()) == 1:
-            return link
-        store, mine = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        own, first = link.rates, mine - mine % here
-        store.set(f"{_KEY}/{mine}", json.dumps(own))
-        # Returns the stored value, or an empty one, without a wait.
-        said = [store.compare_set(f"{_KEY}/{rank}", "", "") for rank in range(first, first + here) if rank != mine]
-        return _link(link, *map(min, zip(own, *(json.loads(rates) for rates in said if rates), strict=True)))
-    except Exception as error:  # noqa: BLE001 - a missing or unknown store must not stop training
-        _log.debug("chameleon_mm: link rates were not compared among ranks: %s", error)
-        return link
 
 
 def _link(otherwise: LinkCost, d2h_gbps: float, h2d_gbps: float, duplex_gbps: float) -> LinkCost:

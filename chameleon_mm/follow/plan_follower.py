@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from chameleon_mm.device import Stream
 from chameleon_mm.device.uncompiled import import_dynamo
 from chameleon_mm.follow.adaptation import Adaptation, FollowedStep, StepEntry, Steps, recomputes
-from chameleon_mm.follow.link_rates import UNMEASURED_LINK, rates_of, slowest_here
+from chameleon_mm.follow.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.follow.planned_step import PlannedStep, PlanTrial
 from chameleon_mm.follow.structure import MOST_VARIABLES, ExtraMemory
 from chameleon_mm.plan.step_program import Row, StepProgram
@@ -441,7 +441,7 @@ def plan_steps(
         ),
         replayable=replayable,
         min_bytes=executor.min_bytes,
-        link_cost=lambda: slowest_here(rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK)),
+        link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
     )
     adaptation.cache_flushes = device.cache_flushes
     executor.director = PlanFollower(adaptation)

@@ -92,7 +92,7 @@ class _Forward:
 
 def random_hybrid_step(random: Random) -> Trace:
     """Random step of one or two micro-batches. Operators read live storages; some write in place, some write parameters."""
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     parameters = [b.tensor(random.randrange(1, 9000), TensorKind.PARAMETER, born=-1) for _ in range(3)]
     waiting: list[int] = []
     for _ in range(random.choice((1, 1, 2))):

@@ -86,7 +86,7 @@ class _Step:
     """Step being built: its saved storages that were not used yet."""
 
     def __init__(self, start_bytes: int) -> None:
-        self._builder = TraceBuilder(device="none: made up", simulated=True, start_bytes=start_bytes)
+        self._builder = TraceBuilder(start_bytes=start_bytes)
         self._builder.tensor(start_bytes, TensorKind.PARAMETER, born=-1)
         self._saved: list[int] = []
         self._held: list[int] = []

@@ -43,7 +43,7 @@ def chain(
     A saved tensor is released once the next saved tensor was made from it: in a chain, nothing else holds it then.
     """
     state_bytes = 4 * parameter_bytes * layers
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=state_bytes)
+    b = TraceBuilder(start_bytes=state_bytes)
     kinds = (TensorKind.PARAMETER, TensorKind.GRADIENT, TensorKind.OPTIMIZER, TensorKind.OPTIMIZER)
     states = [[b.tensor(parameter_bytes, kind, born=-1) for kind in kinds] for _ in range(layers)]
     waiting: list[int] = []
@@ -105,7 +105,7 @@ def pipeline(
 
     saved_bytes: asked for each.
     """
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     waiting: list[int] = []
 
     def hook_came() -> None:
@@ -137,7 +137,7 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
     three operators hold memory inside themselves."""
     untouched = random.randrange(3) * 4096
     there = [random.randrange(1, 9000) for _ in range(random.randrange(3))]
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=untouched + sum(-(-n // 512) * 512 for n in there))
+    b = TraceBuilder(start_bytes=untouched + sum(-(-n // 512) * 512 for n in there))
     kinds = tuple(TensorKind)
     known = [b.tensor(nbytes, random.choice(kinds), born=-1) for nbytes in there]
     waiting: list[int] = []

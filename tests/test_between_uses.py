@@ -46,7 +46,7 @@ SLOW_LINK = LinkCost(d2h_gbps=0.5, h2d_gbps=0.5, duplex_gbps=0.8, copy_us=3.0, h
 
 def used_again(random: Random, most: int = 10) -> Trace:
     """A step that saves up to `most` storages and goes over them two or three times; some are held meanwhile."""
-    b = TraceBuilder(device="none: made up", simulated=True, start_bytes=random.randrange(4096))
+    b = TraceBuilder(start_bytes=random.randrange(4096))
     fresh: list[int] = []
 
     def hooked() -> None:
@@ -123,7 +123,7 @@ def test_memory_and_time_are_those_of_a_step_carried_out_one_by_one_and_nothing_
 
 def two_rounds() -> Trace:
     """Storage 0, of 4096 bytes, is saved at hook 0 and used at hooks 3 and 6; it is idle at 2, and at 5."""
-    b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     x = b.tensor(4096, TensorKind.ACTIVATION)
     b.op("aten::mm", FORWARD, 10.0, writes=(x,))
     b.save(x)

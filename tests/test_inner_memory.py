@@ -274,7 +274,7 @@ class Counters:
 def test_what_is_allocated_and_gone_again_is_told_from_what_stays(seed: int) -> None:
     rng, counters = Random(seed), Counters()
     readings = Readings(counters)  # type: ignore[arg-type]  # all that it asks of a device
-    book = StorageTable(TraceBuilder(device="d", simulated=True, start_bytes=0), allocated_bytes=0)
+    book = StorageTable(TraceBuilder(start_bytes=0), allocated_bytes=0)
     storages: list[torch.UntypedStorage] = []
     for tick in range(30):
         for at in reversed(range(len(storages))):
@@ -377,7 +377,7 @@ def test_a_reading_looks_at_what_has_died_and_not_at_all_that_was_there() -> Non
 
         items = __iter__ = values
 
-    table = StorageTable(TraceBuilder(device="d", simulated=True, start_bytes=8 * 512), allocated_bytes=8 * 512)
+    table = StorageTable(TraceBuilder(start_bytes=8 * 512), allocated_bytes=8 * 512)
     before = [torch.empty(512, dtype=torch.uint8) for _ in range(8)]
     for storage in [t.untyped_storage() for t in before]:
         table.expect(storage, TensorKind.OPTIMIZER)

@@ -38,7 +38,7 @@ def two_saved() -> Trace:
     us     40                            10                            50     60               60                20
     idle                        a ...                         b ... until 7           a until 9
     """
-    t = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    t = TraceBuilder(start_bytes=0)
     saved = []
     for us in (40.0, 10.0):
         x = t.tensor(100 * KIB, TensorKind.ACTIVATION)
@@ -116,7 +116,7 @@ def test_the_side_of_backward_can_decide_the_mix() -> None:
 
 
 def test_an_empty_step_takes_no_time() -> None:
-    assert ideal(TraceBuilder(device="d", simulated=True, start_bytes=0).finish(), 0, LINK) == 0.0
+    assert ideal(TraceBuilder(start_bytes=0).finish(), 0, LINK) == 0.0
 
 
 @pytest.mark.parametrize("recompute", [(), DEFAULT])
@@ -252,7 +252,7 @@ def test_recomputation_of_micro_batches_keeps_them_apart() -> None:
 
 
 def test_a_step_in_which_nothing_is_saved_has_nothing_to_recompute() -> None:
-    t = TraceBuilder(device="d", simulated=True, start_bytes=KIB)
+    t = TraceBuilder(start_bytes=KIB)
     t.op("aten::mm", StepPhase.OPTIMIZER, 5.0)
     result = full_recomputation(t.finish())
     assert (result.segments, result.peak_bytes, result.step_us, result.recomputed_us) == (1, KIB, 5.0, 0.0)

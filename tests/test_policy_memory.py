@@ -18,7 +18,7 @@ FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 
 
 def test_an_idle_input_counts_with_the_inputs() -> None:
-    b = TraceBuilder(device="d", simulated=True, start_bytes=2 * KIB)
+    b = TraceBuilder(start_bytes=2 * KIB)
     x = b.tensor(2 * KIB, TensorKind.INPUT, born=-1)
     b.save(x)
     b.released(x)
@@ -34,7 +34,7 @@ def test_an_idle_input_counts_with_the_inputs() -> None:
 
 
 def test_a_step_in_which_nothing_happens() -> None:
-    b = TraceBuilder(device="d", simulated=True, start_bytes=3 * KIB)
+    b = TraceBuilder(start_bytes=3 * KIB)
     b.tensor(KIB, TensorKind.PARAMETER, born=-1)
     trace = b.finish()
     peak = peak_memory(trace)
@@ -44,7 +44,7 @@ def test_a_step_in_which_nothing_happens() -> None:
 
 
 def test_storages_that_the_allocator_did_not_count_at_the_start_are_counted() -> None:
-    b = TraceBuilder(device="d", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     b.tensor(KIB, TensorKind.PARAMETER, born=-1)
     b.op("aten::mm", FORWARD, 1.0)
     assert memory_curve(b.finish()).tolist() == [KIB]

@@ -51,7 +51,7 @@ FREE_LINK = LinkCost(d2h_gbps=1.0, h2d_gbps=1.2, duplex_gbps=2.2, copy_us=2.0)
 
 def stack(random: Random, most: int) -> Trace:
     """A small step: one or two stacks of saved storages, used in reverse with a swap here and there, temporaries in between."""
-    b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     fresh: list[int] = []
 
     def hooked() -> None:
@@ -143,14 +143,14 @@ def test_a_step_that_fits_is_left_alone() -> None:
 
 
 def test_a_step_in_which_nothing_happens() -> None:
-    trace = TraceBuilder(device="none: made up", simulated=True, start_bytes=4096).finish()
+    trace = TraceBuilder(start_bytes=4096).finish()
     assert generate_plan(trace, 4096, None, H200_LINK).peak_bytes == 4096
     with pytest.raises(InfeasibleBudget, match="not in activations at all"):
         generate_plan(trace, 4095, None, H200_LINK)
 
 
 def test_a_peak_that_is_not_in_activations_is_said_to_be_so() -> None:
-    b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     x = b.tensor(512, TensorKind.ACTIVATION)
     b.op("aten::mm", FORWARD, 1.0, writes=(x,))
     b.released(x)
@@ -196,7 +196,7 @@ def test_the_parts_of_an_infeasible_budget_add_up_to_the_peak(seed: int) -> None
 
 
 def test_the_largest_storages_are_named_by_operator_module_and_line() -> None:
-    b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     x = b.tensor(2 << 20, TensorKind.ACTIVATION)
     b.op("aten::mm.out", FORWARD, 1.0, writes=(x,))
     b.save(x)
@@ -336,7 +336,7 @@ def test_copies_back_wait_for_their_time() -> None:
 
 def test_a_copy_back_begins_no_later_than_its_use() -> None:
     """Operators of no time follow the use, and the copy's own time is lost in rounding."""
-    b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     saved = []
     for _ in range(3):
         x = b.tensor(4096, TensorKind.ACTIVATION)

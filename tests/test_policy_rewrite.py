@@ -34,7 +34,7 @@ class Step:
     """Step of a few operators of 10 us: saves and uses hold nothing else, and dead storages die at once."""
 
     def __init__(self) -> None:
-        self.b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+        self.b = TraceBuilder(start_bytes=0)
         self.w = self.b.tensor(4 * KIB, TensorKind.PARAMETER, born=-1)
 
     def op(self, name: str, *reads: int, kib: int = 4, writes: tuple[int, ...] | None = None, us: float = 10.0) -> int:
@@ -257,7 +257,7 @@ def test_a_held_storage_lives_until_the_recomputation_and_may_be_swapped() -> No
 
 def test_a_held_storage_is_known_by_its_last_write_even_if_nobody_can_recompute_it() -> None:
     """The operator that made `x` reads a storage that is written later, so that `x` has to be held."""
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     b.save(-1)
     changed = b.tensor(512)
     b.op("aten::mul.Tensor", StepPhase.FORWARD, 1.0, writes=(changed,))

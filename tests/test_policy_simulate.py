@@ -36,7 +36,7 @@ def small() -> Trace:
     hook                0 saves x       1 sendable      2       3       4 uses x
     reached at          100             150             350     450     480
     """
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     x = b.tensor(SIZE, TensorKind.ACTIVATION)
     b.op("aten::mm", StepPhase.FORWARD, 100.0, writes=(x,))
     b.save(x)
@@ -78,7 +78,7 @@ def several(*sizes: int) -> Trace:
 
     Storage k is saved at hook k; hook n saves nothing; storage k is used at hook 2 n - k.
     """
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     for nbytes in sizes:
         x = b.tensor(nbytes, TensorKind.ACTIVATION)
         b.op("aten::mm", StepPhase.FORWARD, 100.0, writes=(x,))

@@ -28,7 +28,7 @@ from tests._trace_records import HookRecord, OpRecord, TensorRecord, hooks_of, o
 
 def small() -> Trace:
     """Ticks: 0 op, 1 save, 2 op, 3 use, 4 op."""
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=512)
+    b = TraceBuilder(start_bytes=512)
     w = b.tensor(100, TensorKind.PARAMETER, born=-1)
     x = b.tensor(1000, TensorKind.ACTIVATION)
     b.op("aten::mm", StepPhase.FORWARD, 10.0, reads=(w,), writes=(x,))
@@ -99,7 +99,7 @@ def first_step(*, made: bool = True) -> Trace:
 
     `made` False: as in later steps, where nothing makes the moments, which are there from the beginning.
     """
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=8192 + (0 if made else 4096 + 512))
+    b = TraceBuilder(start_bytes=8192 + (0 if made else 4096 + 512))
     parameter, old = b.tensor(4000, TensorKind.PARAMETER, born=-1), b.tensor(100, TensorKind.OPTIMIZER, born=-1)
     t = b.tensor(3000)
     b.op("aten::mm", StepPhase.FORWARD, 1.0, reads=(parameter,), writes=(t,))
@@ -147,7 +147,7 @@ def test_what_only_made_state_is_not_in_later_steps() -> None:
 
 
 def test_what_a_dropped_operator_used_last_dies_before_it() -> None:
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    b = TraceBuilder(start_bytes=0)
     t = b.tensor(1000, TensorKind.ACTIVATION)
     b.op("aten::mm", StepPhase.FORWARD, 1.0, writes=(t,))
     b.save(t)

@@ -257,8 +257,6 @@ class _Writer:
         for name, values in again.items():
             tensors[name] = np.concatenate((tensors[name], np.array(values, np.int64)))
         trace = Trace(
-            device=old.device,
-            simulated=old.simulated,
             start_bytes=old.start_bytes,
             op_names=old.op_names,
             op_name=old.op_name[op_from],

@@ -105,9 +105,6 @@ class Trace:
     Raises `ValueError` for timings that are not finite.
     """
 
-    device: str
-    """Name of the device on which the step was recorded, as in `Device.name`."""
-    simulated: bool
     start_bytes: int
     """Bytes allocated on the device when the step began, including storages that the step never touches."""
 
@@ -209,8 +206,8 @@ _CODES = {np.float64: "d", np.uint64: "Q", np.bool_: "B", np.uint8: "B"}
 class TraceBuilder:
     """Trace under construction. Not thread-safe."""
 
-    def __init__(self, *, device: str, simulated: bool, start_bytes: int) -> None:
-        self._given: dict[str, Any] = {"device": device, "simulated": simulated, "start_bytes": start_bytes}
+    def __init__(self, *, start_bytes: int) -> None:
+        self._start_bytes = start_bytes
         self._names: dict[str, int] = {}
         self._columns: dict[str, array[Any]] = {name: array(_CODES.get(dtype, "q")) for name, dtype in COLUMNS.items()}
         self._columns["read_offsets"].append(0)
@@ -302,7 +299,7 @@ class TraceBuilder:
         columns: dict[str, Any] = {name: np.array(self._columns[name], dtype) for name, dtype in COLUMNS.items()}
         dies = columns["tensor_dies"]
         dies[dies == NEVER] = self.num_ticks
-        return Trace(op_names=tuple(self._names), fingerprint=fingerprint, **self._given, **columns)
+        return Trace(op_names=tuple(self._names), fingerprint=fingerprint, start_bytes=self._start_bytes, **columns)
 
     def _hook(self, tensor: int, *, use: bool) -> int:
         self._add(hook_tick=self.num_ticks, hook_use=use, hook_tensor=tensor, hook_released=NEVER)

@@ -211,7 +211,7 @@ class StepLog:
         self._device_type = device.torch_device.type
         self._readings = Readings(device)
         self._start_bytes = self._readings.allocated_bytes
-        self.builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
+        self.builder = TraceBuilder(start_bytes=self._start_bytes)
         self.table = StorageTable(self.builder, allocated_bytes=self._start_bytes)
         self.times = EventTimes(device) if times is None else times
         self._parameters: dict[int, weakref.ref[Tensor]] = {}

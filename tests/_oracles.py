@@ -7,7 +7,7 @@ assert_as_carried_out(trace, plan, cost)    what is simulated is these, and devi
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,8 +126,11 @@ def assert_as_carried_out(trace: Trace, plan: SwapPlan, cost: LinkCost) -> Timel
     assert timeline.step_us == near(timed.step_us)
     assert timeline.tick_us.tolist() == near(timed.tick_us)
     assert timeline.head_copy_us == near(timed.head_copy_us)
-    for stalls, expected in ((timeline.out_stalls_us, timed.out_stalls_us), (timeline.in_stalls_us, timed.in_stalls_us)):
-        assert [stalls.get(tensor, 0.0) for tensor in expected] == near(list(expected.values()))
+    for at_use, expected in ((False, timed.out_stalls_us), (True, timed.in_stalls_us)):
+        stalls = Counter[int]()
+        for stall in timeline.stalls:
+            stalls.update({stall.tensor: stall.us} if stall.at_use is at_use else {})
+        assert [stalls[tensor] for tensor in expected] == near(list(expected.values()))
         assert set(stalls) <= set(expected)
     for spans, engine in ((timeline.out_spans, timed.out), (timeline.in_spans, timed.back)):
         assert [(span.tensor, span.nbytes) for span in spans] == [(span.tensor, span.nbytes) for span in engine.spans]

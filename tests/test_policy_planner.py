@@ -374,9 +374,9 @@ def test_stalls_are_told_by_tensor() -> None:
     trace = chain(layers=16, op_us=60.0)
     plan = generate_plan(trace, between(trace, 0.25), None, H200_LINK)
     told = simulate(trace, plan, H200_LINK)
-    assert told.out_stalls_us
-    assert set(told.out_stalls_us) | set(told.in_stalls_us) <= set(reclaims(plan))
-    assert sum(told.out_stalls_us.values()) + sum(told.in_stalls_us.values()) == pytest.approx(plan.stall_us)
+    assert not all(stall.at_use for stall in told.stalls)
+    assert {stall.tensor for stall in told.stalls} <= set(reclaims(plan))
+    assert sum(stall.us for stall in told.stalls) == pytest.approx(plan.stall_us)
 
 
 # --- how good it is

@@ -65,7 +65,7 @@ def test_a_copy_out_that_is_hidden_and_one_back_that_is_late() -> None:
     assert timeline.out_spans == (EngineSpan(X, 150.0, 260.0, SIZE),)
     # Back: from hook 3 at 450, 10 + 102400 / 2048 = 60 us: done at 510. Compute is at hook 4 at 480, and waits 30 us.
     assert timeline.in_spans == (EngineSpan(X, 450.0, 510.0, SIZE),)
-    assert (timeline.out_stalls_us, timeline.in_stalls_us) == ({}, {X: 30.0})
+    assert [(stall.tensor, stall.us, stall.at_use) for stall in timeline.stalls] == [(X, 30.0, True)]
     assert (timeline.stall_us, timeline.head_copy_us, timeline.step_us) == (30.0, 0.0, 550.0)
     assert timeline.tick_us.tolist() == [0, 100, 100, 150, 150, 350, 350, 450, 450, 480, 510]
     # Away from hook 2 (tick 5) until hook 3 (tick 7).

@@ -17,7 +17,6 @@ import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.plan.recipes import Recipes
-from chameleon_mm.plan.simulate import Simulator
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Float64s, Int64s, Trace
@@ -63,42 +62,31 @@ def hidden_budget_bound(trace: Trace, cost_model: LinkCost) -> int:
     return max(smallest_budget(trace), int(np.ceil(needed.max(initial=0.0))))
 
 
-def smallest_hidden_budget(
-    trace: Trace,
-    cost_model: LinkCost,
-    plan_for: Callable[[int], SwapPlan],
-    *,
-    tolerance: float = 1e-3,
-    precision_bytes: int | None = None,
-) -> int:
+def smallest_hidden_budget(trace: Trace, cost_model: LinkCost, plan_for: Callable[[int], SwapPlan], *, tolerance: float) -> int:
     """Return the smallest budget, in bytes, for which `plan_for(budget)` makes a plan that costs no time, found by bisection.
 
-    tolerance: share of the step that counts as no time. precision_bytes: maximum distance of the result from the smallest
-    budget; None: 1/256 of the distance from the bound to the unswapped peak. `plan_for` may raise `InfeasibleBudget`. If plans
-    for larger budgets are slower, the result is any budget at which this changes.
+    tolerance: share of the step that counts as no time. The result exceeds the smallest such budget by at most 1/256 of the
+    distance from the bound to the unswapped peak. `plan_for` may raise `InfeasibleBudget`. If plans for larger budgets are
+    slower, the result is any budget at which this changes.
     """
-    simulator = Simulator(trace, cost_model)
+
+    def hides_copies(budget: int) -> bool:
+        try:
+            return plan_for(budget).step_us <= trace.duration_us * (1 + tolerance)
+        except InfeasibleBudget:
+            return False
+
     low, high = hidden_budget_bound(trace, cost_model), int(memory_curve(trace).max(initial=trace.start_bytes))
-    step_bytes = max(1, (high - low) // 256 if precision_bytes is None else precision_bytes)
-    if low >= high or _hides_copies(simulator, plan_for, low, tolerance):
+    step_bytes = max(1, (high - low) // 256)
+    if low >= high or hides_copies(low):
         return min(low, high)
     while high - low > step_bytes:
         middle = (low + high) // 2
-        if _hides_copies(simulator, plan_for, middle, tolerance):
+        if hides_copies(middle):
             high = middle
         else:
             low = middle
     return high
-
-
-def _hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budget: int, tolerance: float) -> bool:
-    """True if `plan_for(budget)` keeps the budget, and its step takes at most a share `tolerance` longer than without swaps."""
-    try:
-        plan = plan_for(budget)
-    except InfeasibleBudget:
-        return False
-    timeline = simulator.run(plan)
-    return timeline.step_us <= simulator.trace.duration_us * (1 + tolerance) and timeline.peak_bytes <= plan.hbm_budget_bytes
 
 
 class _Step:

@@ -6,7 +6,7 @@ recomputes is simulated on the trace that `rewrite` makes for it; the results ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -55,10 +55,6 @@ class Timeline:
     """Part of `stall_us` in which the program's own copies wait for our copies on the link."""
     head_copy_us: float
     """Time in which compute copies the staying parts of storages that move in part, to their buffers and back."""
-    out_stalls_us: Mapping[int, float]
-    """Time that compute waits at `reclaim_at` for each copy out, by tensor. Copies without a wait are missing."""
-    in_stalls_us: Mapping[int, float]
-    """Time that compute waits at `use_at` for each copy back, by tensor. Copies without a wait are missing."""
     out_spans: tuple[EngineSpan, ...]
     """Spans of copies from device to host, in the order in which the engine runs them."""
     in_spans: tuple[EngineSpan, ...]
@@ -128,14 +124,12 @@ class Simulator:
             Stall(hook, tensors[j], (walked.in_waits_us if at_use else walked.out_waits_us)[j], at_use)
             for hook, j, at_use in waits
         )
-        out_stalls_us = _by_tensor([stall for stall in stalls if not stall.at_use])
-        in_stalls_us = _by_tensor([stall for stall in stalls if stall.at_use])
         late_us = np.zeros(len(self._tick_us) + 1)
         np.add.at(late_us, ticks + 1, delays_us)
         np.add.at(late_us, np.array([copy.tick + 1 for copy in self._program], np.int64), walked.program_waits_us)
         allocated = self._memory.allocated(moves)
         program_waits_us = sum(walked.program_waits_us)
-        stall_us = sum(out_stalls_us.values()) + sum(in_stalls_us.values()) + program_waits_us
+        stall_us = sum(stall.us for stall in stalls) + program_waits_us
         return Timeline(
             peak_bytes=int(allocated.max()) if len(allocated) else self.trace.start_bytes,
             allocated_bytes=allocated,
@@ -144,8 +138,6 @@ class Simulator:
             stall_us=stall_us,
             program_waits_us=program_waits_us,
             head_copy_us=walked.head_copy_us,
-            out_stalls_us=out_stalls_us,
-            in_stalls_us=in_stalls_us,
             out_spans=walked.out.spans_of(tensors),
             in_spans=walked.back.spans_of(tensors),
             tick_us=self._tick_us + np.cumsum(late_us)[:-1],
@@ -193,14 +185,6 @@ def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) 
     waits = (waits_us > 0.0).nonzero()[0]
     rows = zip(events.hooks[waits].tolist(), which[waits].tolist(), uses[waits].tolist(), strict=True)
     return delays_us + waits_us, list(rows)
-
-
-def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
-    """Return the total time of `stalls` by tensor. A tensor may stall several times."""
-    by_tensor: dict[int, float] = {}
-    for stall in stalls:
-        by_tensor[stall.tensor] = by_tensor.get(stall.tensor, 0.0) + stall.us
-    return by_tensor
 
 
 def _check_repeats(actions: Sequence[Action], of: Candidates) -> None:

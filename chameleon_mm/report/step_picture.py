@@ -247,8 +247,8 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
     names, tick_us = names_of(trace, numbers), timeline.tick_us
     arrives_us = {span.tensor: span.end_us for span in reversed(timeline.in_spans)}  # the first of several
     predicted_us = Counter[int]()
-    for stalls_us in (timeline.out_stalls_us, timeline.in_stalls_us):
-        predicted_us.update(stalls_us)
+    for stall in timeline.stalls:
+        predicted_us.update({stall.tensor: stall.us})
     hook_us: Float64s = tick_us[trace.hook_tick]
     rows = []
     for number in numbers:

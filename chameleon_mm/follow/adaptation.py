@@ -229,7 +229,7 @@ CORRECTIONS = 2
 UNUSED_RECORDINGS = 4
 """Number of unused recordings from which `RECORDED_SHARE` applies. Unused: no such or predicted step followed."""
 RECORDED_SHARE = 0.02
-"""Share of all steps, or of their time, that may be recorded from `UNUSED_RECORDINGS` on. A recorded step takes up to 1.7 times
+"""Share of all steps that may be recorded from `UNUSED_RECORDINGS` on. A recorded step takes up to 1.7 times
 as long as a planned step (a mixture of experts, simulated), so this costs at most 1.4 %."""
 
 WASTED_SHARE = 1 / 64
@@ -285,8 +285,6 @@ class Adaptation:
         """Fingerprints of the latest steps whose recordings gave no plan."""
         self._hooks = self._wasted_hooks = 0
         """Number of hooks of all steps so far, and number of hooks that a recorder saw without need."""
-        self._began_us = self._steps_us = self._recorded_us = 0.0
-        """Host time at which the step began; total host time of all steps; total host time of recorded steps."""
         self._num_steps = self._num_recorded = 0
         self._unused: set[int] = set()
         """Fingerprints of the unused recordings, as `UNUSED_RECORDINGS` defines them."""
@@ -393,7 +391,6 @@ class Adaptation:
     def begin_step(self, compute: Stream) -> Recorder | None:
         """Begin a step. Returns its recorder, or None if no trace is needed. Times the step if a plan is on trial."""
         self._learn_times()
-        self._began_us = self._metrics.host_us()
         expected = self.steps.begin_step()
         planned = None if expected is None else expected.plan
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
@@ -406,8 +403,7 @@ class Adaptation:
         has none. The second case is for steps that are never expected, such as an occasional evaluation."""
         if expected is None:
             return True
-        is_rare = self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
-        if len(self._unused) >= UNUSED_RECORDINGS and not is_rare:
+        if len(self._unused) >= UNUSED_RECORDINGS and self._num_recorded >= RECORDED_SHARE * self._num_steps:
             return False
         if self.wants_trace(expected):
             return True
@@ -475,15 +471,9 @@ class Adaptation:
         self._note_flushes(was_planned=kind is StepKind.PLANNED)
         self._hooks += record.num_hooks
         self._wasted_hooks += wasted
-        self._note_time(was_recorded=step.whole)
-        return kind
-
-    def _note_time(self, *, was_recorded: bool) -> None:
-        took_us = self._metrics.host_us() - self._began_us
         self._num_steps += 1
-        self._num_recorded += was_recorded
-        self._steps_us += took_us
-        self._recorded_us += was_recorded * took_us
+        self._num_recorded += step.whole
+        return kind
 
     # --- steps with other sizes than recorded steps
 

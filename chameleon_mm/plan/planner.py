@@ -164,14 +164,14 @@ class HybridSearch:
         """Plan the swaps that remain under `choice`, and keep the plan if it is within the budgets."""
         limits = self._limits
         dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
-        for repair in range(_REPAIRS):
+        for _ in range(_REPAIRS):
             rewritten = RewrittenTrace.of(self._recipes, dropped, held)
             beside_bytes = rewritten.recomputations.bytes_beside(self._trace)
             budget = limits.budget - beside_bytes
             problem = Problem.of(rewritten.trace)
             if problem.least_bytes <= budget:
                 break
-            spared = self._too_large(rewritten, problem, budget, gently=repair < _REPAIRS // 2)
+            spared = self._too_large(rewritten, problem, budget)
             if not spared:
                 return
             dropped -= spared
@@ -205,10 +205,10 @@ class HybridSearch:
             )
         )
 
-    def _too_large(self, rewritten: RewrittenTrace, problem: Problem, budget: int, *, gently: bool) -> set[int]:
+    def _too_large(self, rewritten: RewrittenTrace, problem: Problem, budget: int) -> set[int]:
         """Return dropped storages to keep, because `budget` has no room for their recomputation even if all others are swapped.
-        If `gently` and some are made at a full hook: those used there, if others are made too; else all made there. Otherwise:
-        all made earlier and used later, and all made next."""
+        If some are made at a full hook: those used there, if others are made too; else all made there. Otherwise: all made
+        earlier and used later, and all made next."""
         c, recipes = problem.candidates, self._recipes
         level = problem.level - sum_over_time(len(problem.level), c.size, c.first, c.use)
         use = recipes.candidates.use[recipes.row].tolist()
@@ -218,11 +218,11 @@ class HybridSearch:
         for hook in np.unique(rewritten.origin[level > budget]).tolist():
             made = [j for j, at in made_at.items() if at == hook]
             used = [j for j in made if use[j] == hook]
-            if not gently or not made:
+            if made:
+                spared.update(used if len(used) < len(made) else made)
+            else:
                 upcoming = min((at for at in made_at.values() if at >= hook), default=-1)
                 spared.update(j for j, at in made_at.items() if at == upcoming or at <= hook <= last_use[j])
-            else:
-                spared.update(used if len(used) < len(made) else made)
         return spared
 
 

@@ -244,10 +244,9 @@ def test_a_session_that_computes_compiled_blocks_takes_the_time_of_its_plan() ->
                 end = device.current_stream().record(timed=True)
                 device.synchronize()
         assert device.peak_allocated_bytes() <= budget
-    assert session._adaptation is not None
-    planned = session._adaptation.latest
-    assert planned is not None and planned.current is not None
-    plan = planned.current.program.plan
+    assert session._adaptation is not None and (planned := session._adaptation.latest) is not None
+    plan = session._adaptation.latest_plan
+    assert plan is not None
     assert any(action.nbytes < planned.trace.tensor_bytes[action.tensor] for action in plan.swaps)
     assert end.elapsed_us(start) == pytest.approx(plan.step_us, rel=0.02)
 

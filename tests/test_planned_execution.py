@@ -120,12 +120,6 @@ def test_planned_steps_are_as_simulated(seed: int) -> None:
         assert executor.metrics.totals.budget_misses == 0
 
 
-def latest_plan(executor: Executor) -> SwapPlan:
-    latest = adaptation_of(executor).latest
-    assert latest is not None and latest.current is not None
-    return latest.current.program.plan
-
-
 @pytest.mark.parametrize(("slack_bytes", "part_left"), [(0, SPARE_PART), (256, SPARE_PART), (1 << 20, SLACK_PART)])
 def test_a_plan_leaves_room_for_blocks_that_are_larger_than_asked_for(slack_bytes: int, part_left: int) -> None:
     """Budgets here are a few MiB: the slack of four blocks is limited to the part that may be left."""
@@ -136,7 +130,9 @@ def test_a_plan_leaves_room_for_blocks_that_are_larger_than_asked_for(slack_byte
         executor = planning(device, budget)
         adaptation_of(executor).planning.slack_bytes = slack
         train(seed, device, executor, steps=2)
-        peaks.append(latest_plan(executor).peak_bytes)
+        plan = adaptation_of(executor).latest_plan
+        assert plan is not None
+        peaks.append(plan.peak_bytes)
     assert peaks[0] <= budget - budget // part_left
     assert peaks[0] == peaks[1] or part_left == SLACK_PART
     assert peaks[1] > budget - budget // SLACK_PART
@@ -148,7 +144,9 @@ def test_where_there_is_no_room_for_their_slack_the_smaller_part_is_left() -> No
     executor = planning(device, budget)
     adaptation_of(executor).planning.slack_bytes = 1 << 20
     train(0, device, executor, steps=2)
-    assert budget - budget // SLACK_PART < latest_plan(executor).peak_bytes <= budget - budget // SPARE_PART
+    plan = adaptation_of(executor).latest_plan
+    assert plan is not None
+    assert budget - budget // SLACK_PART < plan.peak_bytes <= budget - budget // SPARE_PART
 
 
 def test_planned_steps_move_storages_in_part_too() -> None:

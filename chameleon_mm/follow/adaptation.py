@@ -292,6 +292,12 @@ class Adaptation:
         """Steps that ended on the host and whose last event may still be pending on the device."""
 
     @property
+    def latest_plan(self) -> SwapPlan | None:
+        """Plan of the latest planned step. None: no step was planned, or no plan fits the budget."""
+        current = None if self.latest is None else self.latest.current
+        return None if current is None else current.program.plan
+
+    @property
     def host_bytes_wanted(self) -> int | None:
         """Maximum pinned memory in bytes that a cached step needs under its current plan. None: no cached step has a plan."""
         followed = (entry.plan.current for entry in self.steps.entries() if entry.plan is not None)

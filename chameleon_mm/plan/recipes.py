@@ -77,7 +77,7 @@ class Recipes:
         they take no time. O(ticks + storages)."""
         return _Finder(trace, names).recipes(refused, cost)
 
-    def shares_us(self, size: Int64s, can_drop: Bools) -> list[float]:
+    def shares_us(self, size: Int64s | Float64s, can_drop: Bools) -> list[float]:
         """Return (m,): time of the operators that make each storage, plus the comparison with the original if it `can_drop`.
         If an operator makes several storages that can be dropped, its time is divided among them by `size`."""
         op_us, sizes, droppable = self.trace.op_us.tolist(), size.tolist(), can_drop.tolist()

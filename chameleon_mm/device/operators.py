@@ -8,7 +8,6 @@ repeatable, random     -> whether a failed call may run again, and whether its g
 
     composite_on("aten::matmul", "cpu")           True: no dense CPU kernel, so torch runs the composite one
     composite_on("aten::silu_backward", "cpu")    False: runs its CPU kernel, although a composite one exists
-    own_kernel_for("aten::matmul", tensors)       True for nested tensors: they have a kernel, dense tensors have none
 
 Below autograd, torch runs the first kernel that exists of: the device's, CompositeExplicitAutogradNonFunctional,
 CompositeExplicitAutograd, CompositeImplicitAutograd. Only the last one calls operators that autograd also sees. At autograd's
@@ -105,24 +104,6 @@ def composite_on(name: str, device_type: str) -> bool:
         and not _has(name, torch._C._dispatch_key_for_device(device_type))
         and not (device_type == GPU and name in CUDA_KERNELS and not torch.backends.cuda.is_built())
     )
-
-
-def own_kernel_for(name: str, tensors: Iterable[Tensor]) -> bool:
-    """True if one of `tensors` is nested, sparse or in another layout that has its own kernel for the operator."""
-    return any(_has(name, key) for t in tensors for key in _keys_beside_dense(t))
-
-
-def _keys_beside_dense(t: Tensor) -> tuple[str, ...]:
-    backend = torch._C._dispatch_key_for_device(t.device.type)
-    if t.is_nested:
-        return f"NestedTensor{backend}", "CompositeImplicitAutogradNestedTensor"
-    if t.is_quantized:
-        return (f"Quantized{backend}",)
-    if t.is_mkldnn:
-        return (f"Mkldnn{backend}",)
-    if t.layout is torch.sparse_coo:
-        return (f"Sparse{backend}",)
-    return () if t.layout is torch.strided else (f"SparseCsr{backend}",)
 
 
 def _has(name: str, key: str) -> bool:
@@ -224,11 +205,13 @@ class OpFactsCache(dict[Any, OpFacts]):
         return facts
 
 
-def runs_in_parts(facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if this call runs the composite kernel: no argument's layout has its own kernel."""
+def runs_in_parts(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if this call is to run as the operators of its composite kernel. A call with a nested, sparse or other tensor runs
+    whole: its layout may have its own kernel."""
     if not facts.composite:
         return False
-    return not own_kernel_for(func.name(), (t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)))
+    tensors = (t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor))
+    return all(t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_mkldnn) for t in tensors)
 
 
 def run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:

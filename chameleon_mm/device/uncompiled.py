@@ -30,12 +30,8 @@ def uncompiled(function: _Function) -> _Function:
     dynamo.
     """
     dynamo = torch._C._dynamo.eval_frame
-    try:
-        skip = dynamo._FrameAction.SKIP
-        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))  # this frame, and those below
-    except AttributeError:  # a torch without this API
-        hidden: _Function = torch.compiler.disable(function)
-        return hidden
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))  # this frame, and those below
     return function
 
 

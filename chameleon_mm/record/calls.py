@@ -440,7 +440,7 @@ class CallWatch(StepMode):
             if kind.__torch_dispatch__ is not PLAIN_DISPATCH:
                 return NotImplemented  # torch then calls the subclass, with this mode active for its inner tensors
         facts = self._facts[func]
-        if runs_in_parts(facts, func, args, kwargs):
+        if runs_in_parts(facts, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
         if facts.question or not (facts.kernel or facts.uninitialised):
             return func(*args, **kwargs)  # a view or a query makes no bytes

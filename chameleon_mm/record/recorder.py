@@ -223,7 +223,7 @@ class Recorder(StepMode):
         if self.is_paused:
             return func(*args, **kwargs)
         facts = self._facts[func]
-        if runs_in_parts(facts, func, args, kwargs):
+        if runs_in_parts(facts, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
         if facts.question:
             return func(*args, **kwargs)

@@ -27,7 +27,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -146,10 +145,11 @@ class _Ref(weakref.ref[torch.UntypedStorage]):
     traced: TracedStorage
 
 
-class _Expected(NamedTuple):
-    """Storage known to exist before the step, which no operator has touched yet."""
+class _Expected(weakref.ref[torch.UntypedStorage]):
+    """Weak reference to a storage known to exist before the step, which no operator has touched yet."""
 
-    ref: weakref.ref[torch.UntypedStorage]
+    __slots__ = ("kind", "nbytes", "rank")
+
     nbytes: int
     kind: TensorKind
     rank: int
@@ -170,10 +170,8 @@ class StorageTable:
         """Storages used by autograd that had other holders at the last poll, with the use's hook, by number."""
         self._expected: dict[int, _Expected] = {}
         self._num_expected = 0
-        self._gone: list[_Expected] = []
-        """Expected storages that died, and whose id another storage has."""
-        self._expected_dead: deque[int] = deque()
-        """Ids of expected storages that died since this was last asked."""
+        self._expected_dead: deque[_Expected] = deque()
+        """Expected storages that died since this was last asked."""
         self._deaths: deque[_Ref] = deque()
         self._retired: deque[TracedStorage] = deque()
         self._emptied: deque[TracedStorage] = deque()
@@ -195,11 +193,8 @@ class StorageTable:
         if traced is not None:
             traced.kind = kind
         else:
-            self._take_expected(storage)
-            key, dead = id(storage), self._expected_dead.append
-            self._expected[key] = _Expected(
-                weakref.ref(storage, lambda _: dead(key)), storage.nbytes(), kind, self._num_expected
-            )
+            expected = self._expected[id(storage)] = _Expected(storage, self._expected_dead.append)
+            expected.nbytes, expected.kind, expected.rank = storage.nbytes(), kind, self._num_expected
             self._num_expected += 1
 
     def find(self, storage: torch.UntypedStorage) -> TracedStorage | None:
@@ -271,7 +266,7 @@ class StorageTable:
             if new:
                 seen_now -= charged
                 expected = self._expected.get(id(storage))
-                if expected is not None and expected.ref() is storage and expected.kind <= TensorKind.BUFFER:
+                if expected is not None and expected() is storage and expected.kind <= TensorKind.BUFFER:
                     self._late_bytes, self._lowest_unknown = self._late_bytes + charged, self._lowest_unknown + charged
                     new = False
             self.add(storage, born=tick if new else -1, counted=True)
@@ -337,7 +332,7 @@ class StorageTable:
         uncounted = self._late_bytes + sum(allocated_size(t.nbytes) for t in self.traced if t.born < 0 and not t.counted)
         for expected in self._expected.values():
             charged = allocated_size(expected.nbytes)
-            if expected.ref() is None or (not fake and charged > self._lowest_unknown):
+            if expected() is None or (not fake and charged > self._lowest_unknown):
                 continue
             self._record(expected.nbytes, -1, expected.kind, counted=not fake)
             uncounted += charged if fake else 0
@@ -347,8 +342,8 @@ class StorageTable:
 
     def forget(self) -> None:
         for watched in (
-            self._refs, self._held, self._held_after_use, self._expected, self._gone, self._expected_dead, self._deaths,
-            self._retired, self._emptied,
+            self._refs, self._held, self._held_after_use, self._expected, self._expected_dead, self._deaths, self._retired,
+            self._emptied,
         ):  # fmt: skip
             watched.clear()
 
@@ -360,10 +355,7 @@ class StorageTable:
 
     def _take_expected(self, storage: torch.UntypedStorage) -> _Expected | None:
         expected = self._expected.pop(id(storage), None)
-        if expected is None or expected.ref() is storage:
-            return expected
-        self._gone.append(expected)
-        return None
+        return expected if expected is not None and expected() is storage else None
 
     def _record(self, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool) -> TracedStorage:
         number = self._builder.tensor(nbytes, TensorKind.TEMPORARY if kind is None else kind, born=born)
@@ -406,11 +398,7 @@ class StorageTable:
 
     def _record_unseen_deaths(self, nbytes: int) -> None:
         """Record that `nbytes` from before the step are gone: expected storages that died, and beyond that unknown memory."""
-        gone, self._gone = self._gone, []
-        while self._expected_dead:
-            key = self._expected_dead.popleft()
-            if (of_key := self._expected.get(key)) is not None and of_key.ref() is None:
-                gone.append(self._expected.pop(key))
+        gone = [self._expected_dead.popleft() for _ in range(len(self._expected_dead))]
         for expected in sorted(gone, key=lambda expected: expected.rank):
             charged = allocated_size(expected.nbytes)
             if charged <= nbytes:

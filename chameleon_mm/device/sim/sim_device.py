@@ -81,7 +81,7 @@ class SimCompute(RegionMode):
             if is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # the subclass handles it, with this mode still active for its inner tensors
         facts = self._facts[func]
-        if runs_in_parts(facts, func, args, kwargs):
+        if runs_in_parts(facts, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
         with torch._C.DisableTorchFunction():  # no function mode sees it, as for any operator called from C++
             return self._launch(OpCall(facts, func, args, kwargs, device_type="cpu"))

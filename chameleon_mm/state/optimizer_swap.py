@@ -22,7 +22,6 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.errors import TransferFailed, check_type
-from chameleon_mm.state.hosted import MIN_BYTES
 from chameleon_mm.state.swapped_state import StateHome, SwappedState, movable_bytes
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import MIB, format_size
@@ -131,7 +130,7 @@ class OptimizerSwap:
         self.parameters: ParameterSwap | None = None
         """Swap of the model's parameters; None: they stay on the device."""
         self._optimizer = optimizer
-        self.home = StateHome(executor, min_bytes=MIN_BYTES)
+        self.home = StateHome(executor)
         self.bucket_bytes = bucket_bytes
         """Maximum bytes of state in a bucket. A bucket has fewer if less of the budget is free."""
         self._splits = is_splittable(optimizer)
@@ -148,15 +147,15 @@ class OptimizerSwap:
 
         @functools.wraps(raw)
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it, and does not wrap this step
             run = raw if (it := me()) is None else it._step
             return run(optimizer) if closure is None else run(optimizer, closure)
 
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as the step of an optimizer that has a scheduler
         # Wrapped by torch's own wrapper, so that hooks run once around all parts.
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         self._before = self._optimizer.__dict__.get("step")
         self._ours = types.MethodType(hooked, self._optimizer)
-        if getattr(self._before, "_wrapped_by_lr_sched", False):
-            self._ours = _noting_call(hooked, self._optimizer)
         self._optimizer.__dict__["step"] = self._ours
         self._plain = self._optimizer.register_state_dict_post_hook(_as_plain)
         self._active = True
@@ -287,15 +286,3 @@ def _as_plain(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> N
     """Replace the state in a new `state_dict` of the optimizer by plain dicts of tensors on the device."""
     state = state_dict["state"]
     state_dict["state"] = {k: entry.copy() if isinstance(entry, SwappedState) else entry for k, entry in state.items()}
-
-
-def _noting_call(hooked: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
-    """Return a step that records its call for a scheduler, because the scheduler has wrapped the optimizer's own step."""
-
-    @functools.wraps(hooked)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True
-        return hooked(self, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as torch's own wrapper has it
-    return types.MethodType(step, optimizer)

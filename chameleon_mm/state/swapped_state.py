@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.state.hosted import Home, HostedStorage, Where, tensor_over
+from chameleon_mm.state.hosted import MIN_BYTES, Home, HostedStorage, Where, tensor_over
 from chameleon_mm.swap.executor import Executor
 
 if TYPE_CHECKING:
@@ -190,9 +190,9 @@ def holders(t: Tensor) -> tuple[int, int]:
 
 
 class StateHome(Home):
-    def __init__(self, executor: Executor, *, min_bytes: int) -> None:
+    def __init__(self, executor: Executor) -> None:
         super().__init__(executor)
-        self.min_bytes = min_bytes
+        self.min_bytes = MIN_BYTES
         with torch._C._DisableTorchDispatch():
             alone = torch.empty(1)
         self.least_holders = holders(alone)

@@ -35,68 +35,11 @@ from chameleon_mm.units import format_size
 
 # --- Copies of the state that a step changes before it fails: gradients on the host, buffers on the device
 #
+# All buffers are copied for every step: batch norm writes its running statistics without increasing version counters, so
+# changes cannot be detected.
+#
 # Gradients are copied to the host, because device memory is short. Keeping a gradient apart and adding it later would change
 # the sum: (g + a) + b is not g + (a + b). A step that clips or zeroes `.grad` must also find the original value.
-
-
-class BufferCopies:
-    """Copies of a model's buffers, on the buffers' own device.
-
-    All are copied for every step: batch norm writes its running statistics without increasing version counters, so changes
-    cannot be detected. Buffers are small, and one call for all costs little.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._tables: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-        """Tables of buffers, one pair per module: the live table, and its state at the step's beginning."""
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """Buffers with their copies, by the buffer's id."""
-
-    def take(self) -> None:
-        """Copy the buffers' current contents. Raises `torch.OutOfMemoryError`."""
-        self._tables = [(module._buffers, dict(module._buffers)) for module in self._model.modules()]
-        buffers = {id(b): b for _, table in self._tables for b in table.values() if b is not None}
-        known, self._copies = self._copies, {}
-        again: list[tuple[Tensor, Tensor]] = []
-        with torch.no_grad():
-            for key, buffer in buffers.items():
-                pair = known.get(key)
-                # `clone` handles a buffer that was resized or converted in place.
-                if pair is not None and pair[0] is buffer and _same_kind(pair[1], buffer):
-                    again.append(pair)
-                else:
-                    pair = buffer, buffer.detach().clone()
-                self._copies[key] = pair
-            if again:
-                torch._foreach_copy_([copy for _, copy in again], [buffer for buffer, _ in again])
-
-    def restore(self) -> None:
-        for table, as_it_was in self._tables:
-            table.clear()
-            table.update(as_it_was)
-        with torch.no_grad():
-            for buffer, copy in self._copies.values():
-                self._put_back(buffer, copy)
-
-    @staticmethod
-    def _put_back(buffer: Tensor, copy: Tensor) -> None:
-        into, of = dense_bytes(buffer), dense_bytes(copy)
-        if not _same_kind(copy, buffer):
-            buffer.data = copy.clone()  # resized, or converted
-        elif into is not None and of is not None:
-            into.copy_(of)  # keeps its version counter: an earlier graph may have saved it
-        elif 0 not in buffer.stride():  # a tensor with repeated elements cannot be written
-            buffer.copy_(copy)
-
-
-def _same_kind(copy: Tensor, buffer: Tensor) -> bool:
-    return (
-        type(copy) is type(buffer)
-        and copy.layout is torch.strided is buffer.layout
-        and (copy.shape, copy.dtype, copy.device) == (buffer.shape, buffer.dtype, buffer.device)
-        and (copy.stride() == buffer.stride() or dense_bytes(buffer) is None)
-    )
 
 
 class StepStart:
@@ -105,14 +48,16 @@ class StepStart:
     Raises `HostMemoryExhausted` or `torch.OutOfMemoryError`, and changes nothing, if there is no memory for the copies.
     """
 
-    def __init__(self, model: nn.Module, device: Device, copier: Copier, buffers: BufferCopies) -> None:
+    def __init__(self, model: nn.Module, device: Device, copier: Copier) -> None:
         self._stepped: list[Optimizer] = []
         self._device, self._copier = device, copier
         self._random = RandomState(device)
-        self._buffers = buffers
         self._model = model
         self._parameters = [(parameter, _mark(parameter)) for parameter in model.parameters()]
-        buffers.take()
+        self._tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        """Tables of buffers, one pair per module: the live table, and its state at the step's beginning."""
+        with torch.no_grad():
+            self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._copies: list[TensorCopy] = []
         self._gradients: list[tuple[nn.Parameter, Any, TensorWeakRef | None]] = []
         """Parameters, each with a copy of its gradient, for `restore_gradient`, and a weak reference to the gradient, whose
@@ -165,16 +110,34 @@ class StepStart:
             for parameter, copied, of in self._gradients:
                 if of is not None:
                     restore_gradient(self._copier, parameter, copied, of(), self._copier.fill)
-        self._buffers.restore()
+            for table, as_it_was in self._tables:
+                table.clear()
+                table.update(as_it_was)
+            for buffer, copy in self._buffers:
+                _put_back(buffer, copy)
         self._random.restore()
 
     def release(self) -> None:
-        """Release the copies of gradients, because the step will not run again."""
+        """Release the copies, because the step will not run again."""
         copies, self._copies, self._gradients = self._copies, [], []
         if copies:
             last = self._device.current_stream().record()
             for copy in copies:
                 copy.block.release(after=last)  # Note [Host block]
+
+
+def _put_back(buffer: Tensor, copy: Tensor) -> None:
+    into, of = dense_bytes(buffer), dense_bytes(copy)
+    is_as_it_was = copy.layout is torch.strided is buffer.layout and (
+        (copy.shape, copy.dtype, copy.device) == (buffer.shape, buffer.dtype, buffer.device)
+        and (copy.stride() == buffer.stride() or into is None)
+    )
+    if not is_as_it_was:
+        buffer.data = copy.clone()  # resized, or converted
+    elif into is not None and of is not None:
+        into.copy_(of)  # keeps its version counter: an earlier graph may have saved it
+    elif 0 not in buffer.stride():  # a tensor with repeated elements cannot be written
+        buffer.copy_(copy)
 
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:
@@ -230,7 +193,6 @@ class StepRunner:
         self._device = executor.device
         self._copier = copier
         self._model = model
-        self._buffers = BufferCopies(model)
 
     @property
     def lowered_budget_bytes(self) -> int | None:
@@ -249,7 +211,7 @@ class StepRunner:
                     return fn()
             except (torch.OutOfMemoryError, RecomputeMismatch) as error:
                 raise _not_retried(error, obstacle) from error
-        start = StepStart(self._model, self._device, self._copier, self._buffers)
+        start = StepStart(self._model, self._device, self._copier)
         try:
             return self._run(start, step, fn, repair)
         finally:

@@ -34,7 +34,6 @@ _NAMES = {
     "this plan": "SwapSession, partition chosen",
     "torch's partition": "SwapSession, torch's partition",
     "memory budget": "activation_memory_budget alone",
-    "full recomputation": "every segment checkpointed",
 }
 """Names of the rows, by the ways of a prediction."""
 

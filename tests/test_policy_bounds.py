@@ -18,11 +18,10 @@ from chameleon_mm.plan.swap_all import swap_all
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
-from chameleon_mm.plan.unswapped_memory import Candidates, full_recomputation, memory_curve, peak_memory, smallest_budget
+from chameleon_mm.plan.unswapped_memory import Candidates, peak_memory, smallest_budget
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import KIB, MIB
 from tests._swap_first import swap_first
-from tests._trace_records import ops_of
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
 
 # 1024 bytes a microsecond out, 2048 back.
@@ -217,42 +216,3 @@ def test_where_the_bound_itself_hides_it_is_the_smallest() -> None:
     # A link that carries nothing: only the unswapped step hides its copies.
     none = LinkCost(d2h_gbps=1e-9, h2d_gbps=1e-9, duplex_gbps=1e-9, hbm_gbps=1e15)
     assert smallest_hidden_budget(trace, none, empty, tolerance=0.0) == peak_memory(trace).nbytes
-
-
-# --- recomputation
-
-
-def test_full_recomputation_of_a_chain() -> None:
-    # 16 equal layers of 4 storages of 8 MiB, 4 MiB of static memory each and 2 MiB of temporaries at a time.
-    trace = chain(layers=16, saved_bytes=(8 * MIB,) * 4)
-    forward_us = sum(op.duration_us for op in ops_of(trace) if op.phase is StepPhase.FORWARD)
-    result = full_recomputation(trace)
-    assert result.recomputed_us == pytest.approx(forward_us)
-    assert result.step_us == pytest.approx(trace.duration_us + forward_us)
-    # 64 saved storages. s segments keep s - 1 of them, those between two segments, and 64 / s while one runs again: least at 8,
-    # 7 + 8 = 15. The last segment has the loss's input beside it, and cuts may miss the best place by a storage either way.
-    static = 16 * 16 * MIB
-    assert static + 14 * 8 * MIB <= result.peak_bytes <= static + 19 * 8 * MIB
-    assert 5 <= result.segments <= 12
-
-
-@given(st.randoms(use_true_random=False))
-def test_full_recomputation_is_never_above_the_step_as_it_is(random: Random) -> None:
-    trace = random_step(random)
-    result = full_recomputation(trace)
-    assert result.peak_bytes <= peak_memory(trace).nbytes
-    assert result.peak_bytes >= (memory_curve(trace) - Candidates.of(trace).idle_curve(trace)).max(initial=0)
-    assert result.step_us == pytest.approx(trace.duration_us + result.recomputed_us)
-
-
-def test_recomputation_of_micro_batches_keeps_them_apart() -> None:
-    one, three = (full_recomputation(chain(layers=8, micro_batches=n)) for n in (1, 3))
-    assert three.peak_bytes <= one.peak_bytes * 1.1
-    assert three.recomputed_us == pytest.approx(3 * one.recomputed_us)
-
-
-def test_a_step_in_which_nothing_is_saved_has_nothing_to_recompute() -> None:
-    t = TraceBuilder(start_bytes=KIB)
-    t.op("aten::mm", StepPhase.OPTIMIZER, 5.0)
-    result = full_recomputation(t.finish())
-    assert (result.segments, result.peak_bytes, result.step_us, result.recomputed_us) == (1, KIB, 5.0, 0.0)

@@ -24,7 +24,7 @@ from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Trace
-from chameleon_mm.plan.unswapped_memory import Candidates, full_recomputation, memory_curve, peak_memory, smallest_budget
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.tools.prediction import link_of
 from chameleon_mm.tools.step_on_shapes import DTYPES, StepRequest, record_step
@@ -293,8 +293,6 @@ def test_what_was_promised(model: str, batch: int, seq: int, gpu: str, parts: in
     assert 0.95 * least_us <= ideal(trace, budget, cost, recompute=ALL) <= least_us * (1 + 1e-9)
     timeline = simulate(trace, plan, cost)
     assert timeline.peak_bytes + bytes_beside(trace, plan) == plan.peak_bytes <= budget
-    recomputed = full_recomputation(trace)
-    assert recomputed.peak_bytes > budget or plan.step_us <= recomputed.step_us
 
 
 def test_of_7b_the_choice_is_as_good_as_a_mixed_integer_program() -> None:
@@ -312,7 +310,6 @@ def test_of_7b_the_choice_is_as_good_as_a_mixed_integer_program() -> None:
 @pytest.mark.parametrize("gpu", ["h100", "rtx4090", "gh200"])
 def test_a_larger_budget_never_takes_longer(gpu: str) -> None:
     trace, cost = traced("gpt2", 8, 1024, gpu), link_of(spec_by_name(gpu))
-    recomputed = full_recomputation(trace)
     before_us = float("inf")
     for i in range(20):
         budget = between(trace, i / 19)
@@ -320,7 +317,6 @@ def test_a_larger_budget_never_takes_longer(gpu: str) -> None:
         assert plan.step_us <= before_us * (1 + 1e-9)
         assert plan.peak_bytes <= budget
         assert plan.step_us <= generate_plan(trace, budget, None, cost).step_us
-        assert recomputed.peak_bytes > budget or plan.step_us <= recomputed.step_us
         before_us = plan.step_us
 
 

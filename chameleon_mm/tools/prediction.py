@@ -1,7 +1,7 @@
 """Predict a step's time and memory within a budget, for each way to fit it, by arithmetic over its trace.
 
 prediction = predict(step, spec, hbm_budget, host_budget, recompute)
-prediction.ways             no swapping, the plan, swap only, swap everything, full recomputation: peak, stall, step time
+prediction.ways             no swapping, the plan, swap only or swap everything, torch's checkpointing: peak, stall, step time
 prediction.infeasible       reason why no plan keeps the budget; None: a plan does
 prediction.needs            device memory by class of storages: the maximum, and at the peak
 peak_phase(trace, peak)     forward, backward or optimizer
@@ -37,7 +37,7 @@ from chameleon_mm.plan.swap_all import swap_all
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import COUNTED_ON, LinkCost
 from chameleon_mm.plan.trace import StepPhase, Trace
-from chameleon_mm.plan.unswapped_memory import KIND_NAMES, Peak, full_recomputation, least_memory, peak_memory, sum_over_time
+from chameleon_mm.plan.unswapped_memory import KIND_NAMES, Peak, least_memory, peak_memory, sum_over_time
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.tools.blocks import Checkpointing, fullest, part_levels
 from chameleon_mm.tools.outputs import print_line, print_table
@@ -51,11 +51,9 @@ HIDDEN_WITHIN = 1e-3
 """Largest slowdown, as a share of the step, at which all copies still count as hidden."""
 
 _MOST_PLANNED = 3
-"""Maximum number of ways listed before full recomputation: more make the table wider than a terminal."""
+"""Maximum number of ways listed before torch's checkpointing: more make the table wider than a terminal."""
 
 SCHEMA = "chameleon_mm.plan/1"
-
-_ESTIMATED = "full recomputation"
 
 
 def default_budget(spec: GpuSpec) -> int:
@@ -203,7 +201,7 @@ class Prediction(StepNeeds):
     """Phase of the peak that remains with every candidate swapped out."""
     ways: tuple[Way, ...]
     """Ways to run the step, in order: no swapping; the plan, if any; a plan that only swaps, if that plan recomputes; swapping
-    everything, if fewer than `_MOST_PLANNED` ways come before it; full recomputation, or torch's checkpointing if recorded."""
+    everything, if fewer than `_MOST_PLANNED` ways come before it; torch's checkpointing, if recorded."""
     smallest_budget_bytes: int
     """Smallest budget for which there is a plan within the host's budget, at any cost in time."""
     hidden_budget_bytes: int
@@ -360,7 +358,6 @@ def predict_compiled(
         fastest = min(alone, key=lambda one: one.step_us)
         again_us = fastest.step_us - own.duration_us
         ways.append(Way(name="memory budget", peak_bytes=fastest.peak_bytes, step_us=fastest.step_us, recompute_us=again_us))
-    ways.append(_full_recomputation(own))
     return dataclasses.replace(prediction, ways=tuple(ways), partitions=tuple(partitions))
 
 
@@ -390,13 +387,13 @@ def _ways(
             ways.append(_planned("swap only", trace, _plan_within(trace, hbm_budget, host_budget, cost)))
     if len(ways) < _MOST_PLANNED:
         ways.append(_planned("swap everything", trace, swap_all(trace, cost)))
-    return (*ways, _full_recomputation(trace))
+    return tuple(ways)
 
 
 def with_checkpointing(
     prediction: Prediction, how: Checkpointing | None, recorded: Callable[[Checkpointing], RecordedStep]
 ) -> Prediction:
-    """Replace the estimated full recomputation by a recorded way: the same step with torch's checkpointing of its blocks.
+    """Add a recorded way: the same step with torch's checkpointing of its blocks.
 
     how: None: as few of the blocks as keep within the budget, or all; with a survey: all, which keep of their products and
     attentions what the budget has room for. recorded: records the step.
@@ -420,12 +417,7 @@ def with_checkpointing(
     trace = recorded(how).trace
     again_us = trace.duration_us - unswapped.step_us
     way = Way(name=how.name, peak_bytes=peak_memory(trace).nbytes, step_us=trace.duration_us, recompute_us=max(0.0, again_us))
-    return dataclasses.replace(prediction, ways=(*prediction.ways[:-1], way))
-
-
-def _full_recomputation(trace: Trace) -> Way:
-    again = full_recomputation(trace)
-    return Way(name=_ESTIMATED, peak_bytes=again.peak_bytes, step_us=again.step_us, recompute_us=again.recomputed_us)
+    return dataclasses.replace(prediction, ways=(*prediction.ways, way))
 
 
 def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
@@ -525,8 +517,6 @@ def assumptions(prediction: Prediction) -> list[str]:
         lines.append(
             "what runs again takes its time in forward once more; products run again only where the device repeats them exactly"
         )
-    if prediction.ways[-1].name == _ESTIMATED:
-        lines.append(f"{_ESTIMATED} is an estimate, its segments cut where the least crosses; no plan of ours does it")
     lines.extend(prediction.step.notes)
     return lines
 

@@ -14,11 +14,12 @@ reserved: the operating system provides a page when something first touches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +29,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorConverter,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from chameleon_mm.units import KIB
 
@@ -150,6 +152,45 @@ def _wide(value: Any) -> Any:
 COMPUTED_BYTES = 4 * KIB
 """Maximum total bytes of inputs and results of operators that are computed. Counts and norms have no more."""
 
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _New(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def on(self, device: str) -> Tensor:
+        """Return a new tensor with its own storage."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+class _Given(NamedTuple):
+    place: int
+    """Index among all arguments of the operator, nests flattened."""
+
+
+class _Outcome(NamedTuple):
+    """Outcome of a kind of call: `results`, nested by `nest`; None: the operator must run."""
+
+    results: tuple[Any, ...] | None
+    nest: Any = None
+
+    @classmethod
+    def of(cls, results: Sequence[Any], nest: Any, places: dict[int, int]) -> _Outcome:
+        """Return the outcome of a call that returned `results`. `places`: indexes of its arguments, by id."""
+        return cls(tuple(_result(one, places) for one in results), nest)
+
+    def made(self, make: Callable[[_New], Tensor], args: Any, kwargs: Any) -> Any:
+        """Return the results of such a call with these arguments. `make` makes new tensors."""
+        assert self.results is not None
+        given = tree_flatten((args, kwargs))[0] if any(isinstance(one, _Given) for one in self.results) else ()
+        made = [make(it) if isinstance(it, _New) else given[it.place] if isinstance(it, _Given) else it for it in self.results]
+        return made[0] if self.nest.is_leaf() else tree_unflatten(made, self.nest)
+
+
+_RUNS = _Outcome(None)
+
 
 class ValuesReadAsZero(TorchDispatchMode):
     """Mode in which reading a fake tensor's value gives 0. `trunc_normal_` reads what it drew, and drop-path rates are read
@@ -177,23 +218,13 @@ def makes_views(func: Any) -> bool:
     return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    place: int
-    """Index among all arguments of the operator, nests flattened."""
-
-
-_RUNS = object()
-"""Outcome of a kind of call whose operator must run."""
-
-
 class NoArithmetic(TorchDispatchMode):
     """While active, this thread's CPU operators return results of the right shapes, and compute only small ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self._fake = FakeTensorMode()
-        self._outcomes: dict[Hashable, Any] = {}
+        self._outcomes: dict[Hashable, _Outcome] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -202,50 +233,48 @@ class NoArithmetic(TorchDispatchMode):
         if makes_views(func):
             return func(*args, **kwargs)
         kind = (func, _kind(args), _kind(tuple(kwargs.items())))
-        if kind not in self._outcomes:
-            self._outcomes[kind] = self._find(func, args, kwargs)
-        outcome = self._outcomes[kind]
-        if outcome is _RUNS:
-            return func(*args, **kwargs)
-        given = tree_leaves((args, kwargs))
-        return tree_map(lambda one: given[one.place] if isinstance(one, _Given) else _reserved(one), outcome)
+        outcome = self._outcomes.get(kind)
+        if outcome is None:
+            outcome = self._outcomes[kind] = self._find(func, args, kwargs)
+        return func(*args, **kwargs) if outcome.results is None else outcome.made(_reserved, args, kwargs)
 
-    def _find(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the results of such a call as fake tensors and `_Given`, or `_RUNS`. Raises the errors of fake tensors if they
-        depend on values, which are missing."""
-        flat = tree_leaves((args, kwargs))
+    def _find(self, func: Any, args: Any, kwargs: Any) -> _Outcome:
+        """Return the outcome of such a call. Raises the errors of fake tensors if it depends on values, which are missing."""
+        flat = tree_flatten((args, kwargs))[0]
         if any(isinstance(value, torch.UntypedStorage) for value in flat):
             return _RUNS
-        given = {id(value): value for value in flat if isinstance(value, Tensor)}
+        fakes: dict[int, Tensor] = {}
+
+        def faked(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in fakes:
+                fakes[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            return fakes[id(value)]
+
         nbytes = sum(value.nbytes for value in flat if isinstance(value, Tensor))
         with self._fake:
-            fakes = {key: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for key, t in given.items()}
-            fake_args, fake_kwargs = tree_map(lambda value: fakes.get(id(value), value), (args, kwargs))
+            fake_args, fake_kwargs = tree_map(faked, (args, kwargs))
             try:
                 out = func(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 if nbytes > COMPUTED_BYTES:
                     raise
                 return _RUNS
-        places = {id(value): _Given(i) for i, value in enumerate(tree_leaves((fake_args, fake_kwargs)))}
-        made = [one for one in tree_leaves(out) if isinstance(one, Tensor) and id(one) not in places]
+        results, nest = tree_flatten(out)
+        places = {id(value): i for i, value in enumerate(tree_flatten((fake_args, fake_kwargs))[0])}
+        made = [one for one in results if isinstance(one, Tensor) and id(one) not in places]
         shared = {id(fake.untyped_storage()) for fake in fakes.values()}
         if any(one.device.type != "cpu" or id(one.untyped_storage()) in shared for one in made):
             return _RUNS  # a view, although its schema does not say so
         if nbytes + sum(one.nbytes for one in made) <= COMPUTED_BYTES:
             return _RUNS
-        return tree_map(lambda one: places.get(id(one), one) if isinstance(one, Tensor) else one, out)
+        return _Outcome.of(results, nest, places)
 
 
-def _reserved(value: Any) -> Any:
-    """Return a new tensor like a fake one; any other value unchanged."""
-    if not isinstance(value, Tensor):
-        return value
-    t = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+def _reserved(new: _New) -> Tensor:
+    t = new.on("cpu")
     return t.zero_() if t.nbytes <= COMPUTED_BYTES else t
-
-
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _kind(value: Any) -> Hashable:
@@ -257,7 +286,17 @@ def _kind(value: Any) -> Hashable:
     return value if isinstance(value, (int, str)) else str(value) if isinstance(value, _NAMED) else str(type(value))
 
 
+def _result(value: Any, places: dict[int, int]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) in places:
+        return _Given(places[id(value)])
+    return _New(tuple(value.shape), tuple(value.stride()), value.dtype)
+
+
 # --- A mode for a step that is recorded: all tensors are fake, and have no address
+
+_CPU = torch.device("cpu")
 
 
 class _NoTensorMemo(FakeTensorConverter):
@@ -271,9 +310,90 @@ class _NoTensorMemo(FakeTensorConverter):
         """Do nothing."""
 
 
+class _Unlike(Exception):
+    """The shapes of a call's arguments do not determine its results."""
+
+
 class ShapesAlone(FakeTensorMode):
-    """Mode in which all tensors are fake, including those from outside it."""
+    """Mode in which all tensors are fake, including those from outside it.
+
+    Torch needs 0.25 ms to find a call's results. So a repeated kind of call gets new tensors like the first one's, without
+    torch. For a view, only the kernel is called.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = _NoTensorMemo()
+        self.cache_enabled = False  # torch's own, which takes most of that time
+        self._outcomes: dict[Hashable, _Outcome] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # autograd's query, more frequent than operators
+            return args[0].device
+        try:
+            kind = (func, torch.get_default_dtype(), self._kind(args), self._kind(tuple(kwargs.items())))
+        except _Unlike:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        outcome = self._outcomes.get(kind)
+        if outcome is _VIEWS:
+            with in_kernel_invocation_manager(self):
+                out = func(*args, **kwargs)
+            return self._wrapped(out) if isinstance(out, Tensor) else type(out)(map(self._wrapped, out))
+        if outcome is not None and outcome.results is not None:
+            return outcome.made(lambda new: self._wrapped(new.on("meta")), args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if outcome is None:
+            self._outcomes[kind] = _outcome(func, args, kwargs, out)
+        return out
+
+    def _wrapped(self, t: Tensor) -> Tensor:
+        return FakeTensor(self, t, _CPU)
+
+    def _kind(self, value: Any) -> Hashable:
+        """Return the properties of an argument that determine the shapes of results. Raises `_Unlike` if others may matter."""
+        if isinstance(value, Tensor):
+            if type(value) is not FakeTensor or value.fake_mode is not self or not _is_plain(value):
+                raise _Unlike
+            return value.shape, value.stride(), value.dtype
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._kind, value))
+        if value is not None and not isinstance(value, _PLAIN):
+            raise _Unlike
+        return type(value), value  # True differs from 1: another dtype
+
+
+_PLAIN = (bool, int, float, str, *_NAMED)
+
+_VIEWS = _Outcome(None)
+
+
+def _is_plain(fake: Any) -> bool:
+    """True if `fake` has only shape, strides and dtype: no value known to torch, no lazy bit."""
+    is_known = fake.constant is not None or fake.fake_device != _CPU
+    return not is_known and fake.layout is torch.strided and not fake.is_conj() and not fake.is_neg()
+
+
+def _outcome(func: Any, args: Any, kwargs: Any, out: Any) -> _Outcome:
+    """Return the outcome of a kind of call under `ShapesAlone`. `out`: result of one such call."""
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
+        return _RUNS
+    flat, (results, nest) = tree_flatten((args, kwargs))[0], tree_flatten(out)
+    places = {id(value): i for i, value in enumerate(flat)}
+    given = {id(value.untyped_storage()) for value in flat if isinstance(value, Tensor)}
+    made = [one for one in results if isinstance(one, Tensor) and id(one) not in places]
+    storages = [id(one.untyped_storage()) for one in made]
+    if given.issuperset(storages) and len(made) == len(results) and not func._schema.is_mutable:
+        return _VIEWS
+    times = Counter(map(id, flat))
+    if len({*given, *storages}) < len(given) + len(made) or any(isinstance(t, Tensor) and times[id(t)] > 1 for t in results):
+        return _RUNS  # results share a storage, or the argument of one is unknown
+    is_told = all(one is None or id(one) in places or (type(one) is FakeTensor and _is_whole(one)) for one in results)
+    return _Outcome.of(results, nest, places) if is_told else _RUNS
+
+
+def _is_whole(fake: Tensor) -> bool:
+    """True if `fake` is like a new tensor of its shape, strides and dtype, with its own storage."""
+    like = _result(fake, {}).on("meta").untyped_storage()
+    return _is_plain(fake) and not fake.storage_offset() and fake.untyped_storage().nbytes() == like.nbytes()

@@ -16,7 +16,6 @@ import weakref
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -113,10 +112,8 @@ class Window:
         self._entries: dict[int, HostedStorage] = {}
         """Entries by the id of their storage."""
         self._by_key: dict[int, HostedStorage] = {}
-        self._there: dict[int, HostedStorage] = {}
-        """Entries with device memory, by their number in the order of `add`. Stored, because a step reads them often."""
-        self._added = self._all_bytes = self._resident_bytes = 0
-        self._deaths: deque[tuple[int, int, weakref.ref[torch.UntypedStorage]]] = deque()
+        self._all_bytes = self._resident_bytes = 0
+        self._deaths: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
         self._node: object = None
         self._of_node: list[HostedStorage] = []
         """Entries used by the running autograd node, `_node`. The node needs all of them at the same time."""
@@ -150,19 +147,18 @@ class Window:
     def add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
         """Add the storage of `t`, which is on the device and not in the window yet."""
         self.settle()
-        number, place = id(t.untyped_storage()), self._added
+        number = id(t.untyped_storage())
         entry = HostedStorage(
             t,
             "gradient" if is_gradient else "parameter",
             self._home.context.streams.current(),
             self._home.context,
             self._home.budget,
-            note_resident=partial(self._note_resident, number, place),
+            note_resident=self._note_resident,
             key=key,
-            on_death=lambda ref: self._deaths.append((number, place, ref)),
+            on_death=lambda ref: self._deaths.append((number, ref)),
         )
-        self._entries[number] = self._by_key[key] = self._there[place] = entry
-        self._added += 1
+        self._entries[number] = self._by_key[key] = entry
         self._all_bytes += entry.charged_bytes
         self._resident_bytes += entry.charged_bytes
         return entry
@@ -170,11 +166,10 @@ class Window:
     def settle(self) -> None:
         """Remove the entries of storages that were freed by their users."""
         while self._deaths:
-            number, place, ref = self._deaths.popleft()
+            number, ref = self._deaths.popleft()
             entry = self._entries.get(number)
             if entry is not None and entry.ref is ref:
                 del self._entries[number]
-                self._there.pop(place, None)
                 self._all_bytes -= entry.charged_bytes
                 if self._by_key.get(entry.key) is entry:
                     del self._by_key[entry.key]
@@ -183,17 +178,13 @@ class Window:
 
     def clear(self) -> None:
         """Remove all entries and free their host memory. The storages stay as they are."""
-        for entries in (self._entries, self._by_key, self._there):
-            entries.clear()
+        self._entries.clear()
+        self._by_key.clear()
         self.leave_node()
         self._all_bytes = self._resident_bytes = 0
 
-    def _note_resident(self, number: int, place: int, nbytes: int) -> None:
-        """Note that entry `number` allocated (positive) or freed (negative) `nbytes`."""
-        if nbytes < 0:
-            self._there.pop(place, None)
-        elif (entry := self._entries.get(number)) is not None:
-            self._there[place] = entry
+    def _note_resident(self, nbytes: int) -> None:
+        """Note that an entry allocated (positive) or freed (negative) `nbytes`."""
         self._resident_bytes += nbytes
         self._note_taken(max(0, nbytes))
 
@@ -248,8 +239,8 @@ class Window:
     def _choices(self, keep: Collection[HostedStorage]) -> list[HostedStorage]:
         """Return the storages whose device memory may be freed, except `keep` and those of the running node."""
         kept = {id(entry) for entry in (*keep, *self._of_node)}
-        there = (self._there[place] for place in sorted(self._there))
-        return [one for one in there if one.where is not Where.ON_HOST and id(one) not in kept and not one.is_refused]
+        entries = self._entries.values()
+        return [one for one in entries if one.where is not Where.ON_HOST and id(one) not in kept and not one.is_refused]
 
     def _cost(self, entry: HostedStorage) -> int:
         """Return the cost of freeing `entry` now: 0 none, 1 a wait for a running copy out, 2 a whole copy, 3 its copy back is

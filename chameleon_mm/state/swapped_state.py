@@ -164,11 +164,6 @@ class SwappedState(dict[Any, Any]):
     def __reduce__(self) -> Any:
         return dict, (self.copy(),)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
-        from copy import deepcopy
-
-        return {deepcopy(key, memo): deepcopy(value, memo) for key, value in self.items()}
-
 
 def movable_bytes(value: object, home: StateHome) -> int:
     """Return the bytes of a tensor on the device that may be swapped; 0 for any other value, a small tensor or a view."""

@@ -12,17 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.plan.bounds import hidden_budget_bound, ideal, smallest_hidden_budget
+from chameleon_mm.plan.bounds import ideal
 from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.swap_all import swap_all
-from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.plan.unswapped_memory import Candidates, peak_memory, smallest_budget
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import KIB, MIB
-from tests._swap_first import swap_first
-from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
+from tests._traces import H200_LINK, chain, random_plan, random_step
 
 # 1024 bytes a microsecond out, 2048 back.
 LINK = LinkCost(d2h_gbps=1.024, h2d_gbps=2.048, duplex_gbps=3.072, copy_us=0.0, hbm_gbps=1e15)
@@ -132,25 +130,6 @@ def test_no_plan_beats_the_ideal(random: Random, link: LinkCost) -> None:
     assert trace.duration_us * (1 - 1e-9) <= bound <= timeline.step_us * (1 + 1e-9) + 1e-9
     mixed = ideal(trace, timeline.peak_bytes, link, recompute=DEFAULT | PRODUCTS)
     assert trace.duration_us * (1 - 1e-9) <= mixed <= bound * (1 + 1e-9) + 1e-9
-    if timeline.step_us <= trace.duration_us:
-        assert timeline.peak_bytes >= hidden_budget_bound(trace, link)
-    assert smallest_budget(trace) <= hidden_budget_bound(trace, link) <= peak_memory(trace).nbytes
-
-
-@given(st.randoms(use_true_random=False), st.floats(0, 1))
-def test_below_the_hidden_bound_the_ideal_takes_time(random: Random, share: float) -> None:
-    trace = random_step(random)
-    hidden = hidden_budget_bound(trace, LINK)
-    assert ideal(trace, hidden, LINK) == pytest.approx(trace.duration_us)
-    least = smallest_budget(trace)
-    budget = least + int(share * (hidden - least)) - 1
-    if budget >= least:
-        assert ideal(trace, budget, LINK) > trace.duration_us
-
-
-def test_the_hidden_bound_of_a_small_step() -> None:
-    # Tick 3, at 40 us: 40 KiB have crossed. At the other ticks at which both are there, 50 and more. Back, time for 120.
-    assert hidden_budget_bound(two_saved(), LINK) == 160 * KIB
 
 
 # --- plans that do not plan
@@ -174,45 +153,3 @@ def test_swap_all_with_storages_on_their_way() -> None:
         max(b.reclaim_at, a.use_at) for a, b in zip(by_use, by_use[3:], strict=False)
     ]
     assert [action.in_at for action in by_use[:3]] == [action.use_at for action in by_use[:3]]
-
-
-# --- the smallest budget that hides all copies
-
-
-def test_the_smallest_budget_that_hides_all_copies() -> None:
-    trace = chain(layers=8, op_us=500.0)
-
-    def plan_for(budget: int) -> SwapPlan:
-        return swap_first(trace, budget, H200_LINK)
-
-    def hides(budget: int) -> bool:
-        return plan_for(budget).step_us <= trace.duration_us * 1.01
-
-    found = smallest_hidden_budget(trace, H200_LINK, plan_for, tolerance=0.01)
-    assert hidden_budget_bound(trace, H200_LINK) <= found < peak_memory(trace).nbytes
-    assert hides(found)
-    assert not hides(found - (peak_memory(trace).nbytes - hidden_budget_bound(trace, H200_LINK)) // 256)
-
-
-def test_where_nothing_hides_the_smallest_is_the_peak() -> None:
-    trace = chain(layers=4, op_us=1.0)
-    budgets: list[int] = []
-
-    def plan_for(budget: int) -> SwapPlan:
-        budgets.append(budget)
-        raise InfeasibleBudget("expected more")
-
-    peak = peak_memory(trace).nbytes
-    assert smallest_hidden_budget(trace, H200_LINK, plan_for, tolerance=0.0) == peak
-    assert len(budgets) <= 10  # by halving, to 1/256
-
-
-def test_where_the_bound_itself_hides_it_is_the_smallest() -> None:
-    trace = chain(layers=2)
-
-    def empty(budget: int) -> SwapPlan:
-        return plan_of(trace)
-
-    # A link that carries nothing: only the unswapped step hides its copies.
-    none = LinkCost(d2h_gbps=1e-9, h2d_gbps=1e-9, duplex_gbps=1e-9, hbm_gbps=1e15)
-    assert smallest_hidden_budget(trace, none, empty, tolerance=0.0) == peak_memory(trace).nbytes

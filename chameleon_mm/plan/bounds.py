@@ -1,4 +1,4 @@
-"""Bounds that no plan can beat: the minimum time of a step within a budget, and the minimum budget that costs no time.
+"""Bound that no plan can beat: the minimum time of a step within a budget.
 
 at any time t before the last use, x = bytes over the budget:      x has crossed by t, and crosses back after t
     step >= max(compute before t, x / d2h) + max(compute after t until the last use, x / h2d) + compute after it
@@ -11,13 +11,11 @@ be closer to the optimum than its share of the bound shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import numpy as np
 
-from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.plan.recipes import Recipes
-from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Float64s, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import Candidates, below_least, least_memory, memory_curve, smallest_budget
@@ -51,42 +49,6 @@ def relaxed_us(before_us: Float64s | float, after_us: Float64s | float, out_us: 
     """Return (times,): time until the last use by the formula above. The bytes over the budget cross in `out_us` and `back_us`.
     Compute takes `before_us` and `after_us`."""
     return np.maximum(before_us, out_us) + np.maximum(after_us, back_us)
-
-
-def hidden_budget_bound(trace: Trace, cost_model: LinkCost) -> int:
-    """Return the minimum device memory, in bytes, that a plan for `trace` needs to hide all copies."""
-    step = _Step(trace, between_uses=True)
-    before_bytes = step.before_us * (cost_model.d2h_gbps * 1e3)
-    after_bytes = step.after_us * (cost_model.h2d_gbps * 1e3)
-    needed = step.least_moved - np.minimum(before_bytes, after_bytes)
-    return max(smallest_budget(trace), int(np.ceil(needed.max(initial=0.0))))
-
-
-def smallest_hidden_budget(trace: Trace, cost_model: LinkCost, plan_for: Callable[[int], SwapPlan], *, tolerance: float) -> int:
-    """Return the smallest budget, in bytes, for which `plan_for(budget)` makes a plan that costs no time, found by bisection.
-
-    tolerance: share of the step that counts as no time. The result exceeds the smallest such budget by at most 1/256 of the
-    distance from the bound to the unswapped peak. `plan_for` may raise `InfeasibleBudget`. If plans for larger budgets are
-    slower, the result is any budget at which this changes.
-    """
-
-    def hides_copies(budget: int) -> bool:
-        try:
-            return plan_for(budget).step_us <= trace.duration_us * (1 + tolerance)
-        except InfeasibleBudget:
-            return False
-
-    low, high = hidden_budget_bound(trace, cost_model), int(memory_curve(trace).max(initial=trace.start_bytes))
-    step_bytes = max(1, (high - low) // 256)
-    if low >= high or hides_copies(low):
-        return min(low, high)
-    while high - low > step_bytes:
-        middle = (low + high) // 2
-        if hides_copies(middle):
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 class _Step:

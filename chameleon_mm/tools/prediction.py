@@ -6,7 +6,6 @@ prediction.infeasible       reason why no plan keeps the budget; None: a plan do
 prediction.needs            device memory by class of storages: the maximum, and at the peak
 peak_phase(trace, peak)     forward, backward or optimizer
 smallest_within(trace, ...) the smallest budget for which there is a plan, at any cost in time
-hidden_budget(trace, ...)   the smallest budget whose plan hides nearly all copies
 
 A found budget is rounded up to a value that `format_size_up` prints exactly, and tried again, because a slightly larger budget
 may have a worse plan.
@@ -30,7 +29,7 @@ from rich.text import Text
 from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.plan.bounds import ideal, smallest_hidden_budget
+from chameleon_mm.plan.bounds import ideal
 from chameleon_mm.plan.planner import generate_plan
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE
 from chameleon_mm.plan.swap_all import swap_all
@@ -46,9 +45,6 @@ from chameleon_mm.units import allocated_size, format_size, format_size_up, form
 
 REPLAYED = DEFAULT | PRODUCTS
 """Base names of operators that a predicted plan may run again. A session tests products on its device first."""
-
-HIDDEN_WITHIN = 1e-3
-"""Largest slowdown, as a share of the step, at which all copies still count as hidden."""
 
 _MOST_PLANNED = 3
 """Maximum number of ways listed before torch's checkpointing: more make the table wider than a terminal."""
@@ -80,17 +76,6 @@ def _plan_within(
 ) -> SwapPlan:
     """Make a plan as a session does: the choice assumes a share of the link's rates; the plan's times use the whole link."""
     return generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute, counted_on=COUNTED_ON)
-
-
-def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: LinkCost) -> int:
-    """Return the smallest budget whose plan slows the step by at most `HIDDEN_WITHIN`, with the share of the link's rates that
-    plans assume. It is at most `peak_bytes`, the peak of `trace` without swaps."""
-    slower = cost.slowed(COUNTED_ON)
-
-    def plan_for(budget: int) -> SwapPlan:
-        return generate_plan(trace, _printable(budget), host_budget, slower)
-
-    return min(_printable(smallest_hidden_budget(trace, slower, plan_for, tolerance=HIDDEN_WITHIN)), peak_bytes)
 
 
 def _printable(budget: int) -> int:
@@ -204,8 +189,6 @@ class Prediction(StepNeeds):
     everything, if fewer than `_MOST_PLANNED` ways come before it; torch's checkpointing, if recorded."""
     smallest_budget_bytes: int
     """Smallest budget for which there is a plan within the host's budget, at any cost in time."""
-    hidden_budget_bytes: int
-    """Smallest budget whose plan slows the step by at most `HIDDEN_WITHIN`."""
     least_bytes: int
     """Bytes that remain at the peak with every candidate swapped out, even if the host has no room for them."""
     infeasible: str | None
@@ -248,8 +231,6 @@ class Prediction(StepNeeds):
             "feasible": self.infeasible is None,
             "infeasible": self.infeasible,
             "smallest_budget_bytes": self.smallest_budget_bytes,
-            "hidden_budget_bytes": self.hidden_budget_bytes,
-            "hidden_within": HIDDEN_WITHIN,
             "planning_ms": self.planning_ms,
             "ideal_us": self.ideal_us,
             "ideal_share": self.ideal_share,
@@ -302,7 +283,6 @@ def predict(
         least_phase=peak_phase(trace, least),
         ways=_ways(trace, peak, plan, hbm_budget, host_budget, cost),
         smallest_budget_bytes=smallest,
-        hidden_budget_bytes=hidden_budget(trace, peak.nbytes, host_budget, cost),
         least_bytes=least.nbytes,
         infeasible=infeasible,
         plan=plan,
@@ -471,12 +451,8 @@ def verdicts(prediction: Prediction) -> list[str]:
     if (share := prediction.step.activation_memory_budget) is not None:
         lines.append(f"the plan is for torch._functorch.config.activation_memory_budget = {share:g}, set before blocks compile")
     if prediction.can_be_lowered:
-        # Rounded up, because users may pass each of these texts as --hbm-budget.
-        smallest, hidden = map(format_size_up, (prediction.smallest_budget_bytes, prediction.hidden_budget_bytes))
-        lines.append(
-            f"smallest budget{_within_host(prediction)}: {smallest} with any plan, {hidden} with all copies hidden (a step at "
-            f"most {HIDDEN_WITHIN:.1%} longer)"
-        )
+        smallest = format_size_up(prediction.smallest_budget_bytes)  # rounded up: users may pass it as --hbm-budget
+        lines.append(f"smallest budget{_within_host(prediction)}: {smallest}")
     elif prediction.least_bytes < prediction.peak.nbytes:
         lines.append(f"hardly a smaller budget{_within_host(prediction)}: too little for what would have to move")
     else:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,15 +40,6 @@ def small_chain(device: Device) -> Tensor:
     y.sum().backward()
     assert x.grad is not None
     return x.grad
-
-
-def test_what_stays_goes_the_short_way_under_save_on_cpu(device: Device, long_ways: list[str]) -> None:
-    with device.compute(), cm.save_on_cpu(device=device):
-        small_chain(device)
-        del long_ways[:]  # the first save checks memory
-        got = small_chain(device)
-    assert torch.equal(got, small_chain(device))  # in plain PyTorch
-    assert long_ways == []
 
 
 def test_what_stays_goes_the_short_way_in_planned_steps(device: Device, long_ways: list[str]) -> None:
@@ -164,20 +155,6 @@ def test_what_is_no_plain_tensor_is_kept(sim: cm.SimDevice) -> None:
         torch.vmap(torch.sin)(x).sum().backward()
         assert x.grad is not None
         assert torch.equal(x.grad, torch.ones(2, 4).cos())
-
-
-def test_where_torch_cannot_mark_a_hook_it_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C._dynamo, "eval_frame", SimpleNamespace())
-    hidden: list[str] = []
-
-    def disable(hook: Callable[..., Any]) -> Callable[..., Any]:
-        hidden.append(hook.__name__)
-        return hook
-
-    monkeypatch.setattr(torch.compiler, "disable", disable)
-    with cm.SwapSession(device=cm.SimDevice(), plans=False) as session, session.step():
-        nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
-    assert {"save", "use"} <= set(hidden)
 
 
 # --- the path of a hook of a planned step

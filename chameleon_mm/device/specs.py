@@ -146,13 +146,6 @@ SPECS: dict[str, GpuSpec] = {
             "back, 297 out); derived, both ways 75 % of their sum as on the H200"
         ),
     ),
-    "mi300x": replace(
-        _H200, name="MI300X", hbm_bytes=192 * GIB, hbm_gbps=5300.0, bf16_tflops=1307.4, fp32_tflops=163.4,
-        source=(
-            "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, BF16 1307.4 TFLOP/s dense, FP32 163.4; link: derived, the "
-            "H200's rates, as both have PCIe 5.0 x16. For plans alone: sessions run on CUDA"
-        ),
-    ),
 }  # fmt: skip
 """Known GPUs by the name for `SimDevice` and `"sim:NAME"`."""
 

@@ -181,7 +181,7 @@ class Budget:
             self.reclaim.reclaim_until(lambda: self.reclaim.pending_bytes <= allowed)
         if (budget := self._limits.hbm_budget_bytes) is None:
             if self.lending is not None:
-                self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: assume it is short
+                self.lending.hook.set_limits(_NO_BOUND, None)
             return 0
         growth = self._note_growth()
         seen_bytes = self._allocated - self._unused
@@ -191,7 +191,7 @@ class Budget:
         # plan's growth includes its own reclaims and prefetches at that hook.
         ahead = self._forecast(0) if (way := self.way) is None else way.growth_bytes
         if self.lending is not None:
-            self.lending.set_limits(budget, ahead, allocated_bytes=self._allocated)
+            self.lending.hook.set_limits(budget, ahead)
         if ahead is None or self._allocated + ahead > budget:
             self.wanted_bytes = self._allocated + (ahead or 0)
             self._make_room(0, ahead, exclude=())

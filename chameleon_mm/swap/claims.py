@@ -1,6 +1,6 @@
 """Claims on saved storages, and their registry. Saves of the same bytes share one record and one copy. Note [Identity].
 
-    found = claims.find(t, saved, compute)        # a live claim whose copy includes `t`, or will, or begins again
+    claim = claims.find(t)                        # the live claim on the storage of `t`
     claims.add(claim); claims.forget(saved)
     registry.add(saved); registry.get(index); registry.remove(saved)      # numbers count within the step that saved
 
@@ -12,13 +12,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from chameleon_mm.device import Stream
-from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.slot import LastSave
 
@@ -60,17 +58,6 @@ class _End:
             self.retire(self.saved)
 
 
-class Found(NamedTuple):
-    """Result of `Claims.find`: the claim that a saved tensor shares."""
-
-    claim: Claim | None
-    """Live claim that the tensor shares; None: the caller makes a new claim."""
-    extends_copy: bool = False
-    """True if the copy now includes these bytes too. A copy that has not begun waits for the operator that saves them."""
-    begins_again: bool = False
-    """True if the copy lacks these bytes and must begin again."""
-
-
 class Claims:
     """Live claims, by storage. Not thread-safe: the executor holds its lock."""
 
@@ -79,17 +66,12 @@ class Claims:
         """Claims by the storage's id. Other classes only read it."""
         self._last_saves: dict[int, LastSave] = {}
 
-    def find(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
-        """Find the live claim on the storage of `t`. `saved`: its bytes, saved now. The copy begins again if it lacks them."""
+    def find(self, t: Tensor) -> Claim | None:
+        """Find the live claim on the storage of `t`."""
         storage = t.untyped_storage()
         ref = self.by_storage.get(id(storage))
         claim = None if ref is None else ref()
-        if claim is None or not claim.saved.slot.is_record_of(storage):
-            return Found(None)
-        if claim.saved.slot.includes(saved):
-            return Found(claim)
-        extends_copy = claim.saved.try_include(saved, compute)
-        return Found(claim, extends_copy=extends_copy, begins_again=not extends_copy)
+        return claim if claim is not None and claim.saved.slot.is_record_of(storage) else None
 
     def add(self, claim: Claim) -> None:
         """Add a new claim. All claims on one storage share its `LastSave`."""

@@ -32,7 +32,7 @@ from chameleon_mm.record.recorder import ModuleNames, Recorder
 from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.calling_thread import ComputeStreams, let_go_at_exit
 from chameleon_mm.swap.checksums import Checksums
-from chameleon_mm.swap.claims import Claim, Claims, Found, StorageRegistry
+from chameleon_mm.swap.claims import Claim, Claims, StorageRegistry
 from chameleon_mm.swap.classify import ProtectedStorages, reason_to_stay, save_parts
 from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.director import Director
@@ -416,11 +416,10 @@ class Executor:
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes) -> Claim:
         """Find or make the claim on the storage of `t`. Note [Identity]."""
         compute = self.streams.current()
-        found = self.claims.find(t, saved_bytes, compute)
-        claim = found.claim
+        claim = self.claims.find(t)
         if claim is None:
             return self.new_claim(t, saved_bytes, compute)
-        self.include(found, saved_bytes, compute)
+        self.include(claim.saved, saved_bytes, compute)
         claim.saved.add_view(saved_bytes)
         return claim
 
@@ -429,27 +428,31 @@ class Executor:
         is_known = saved.stays or (saved.number is not None and self.budget.way is not None)
         return not is_known and names.here().keep
 
-    def include(self, found: Found, saved_bytes: SavedBytes, compute: Stream) -> None:
-        """Include `saved_bytes` in the copy of the claim that was found."""
-        assert found.claim is not None
-        saved = found.claim.saved
-        if found.begins_again:
+    def include(self, saved: SavedStorage, saved_bytes: SavedBytes, compute: Stream, *, may_begin_again: bool = True) -> bool:
+        """Have the copy of `saved` include `saved_bytes`, saved now on `compute`. A copy that has begun and lacks them begins
+        again. `may_begin_again`: False: return False then, and change nothing."""
+        if saved.slot.includes(saved_bytes):
+            return True
+        if not saved.try_include(saved_bytes, compute):
+            if not may_begin_again:
+                return False
             self.outs.begin_again(saved, saved_bytes, compute)
-        if (found.extends_copy or found.begins_again) and saved.state is State.ON_DEVICE:
-            self.outs.add(saved)
+        if saved.state is State.ON_DEVICE:
+            self.outs.add(saved)  # it waits for the operator that saves them
+        return True
 
     def _claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
         """Return a claim on the whole storage of `t`, which recipes read. Also return True if the claim is new."""
         saved_bytes, compute = SavedBytes(t), self.streams.current()
-        found = self.claims.find(t, saved_bytes, compute)
-        if found.claim is None:
+        claim = self.claims.find(t)
+        if claim is None:
             claim = self.new_claim(t, saved_bytes, compute)
             claim.saved.is_held_for_recipes = True
             claim.saved.uses.forget_handle()
             return claim, True
-        self.include(found, saved_bytes, compute)
-        found.claim.saved.add_alias(saved_bytes)
-        return found.claim, False
+        self.include(claim.saved, saved_bytes, compute)
+        claim.saved.add_alias(saved_bytes)
+        return claim, False
 
     def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream) -> Claim:
         """Make a claim on the storage of `t`. The operator that runs on this thread saves it."""
@@ -480,66 +483,11 @@ class Executor:
         self._used_any |= used
 
 
-# --- Autograd's two hooks. Each call is run by the loop, by a short path for tensors that stay, or by the executor
-#
-# The short path is for a session without plans, such as `save_on_cpu`: most saved tensors of most models stay on the device and
-# need no record. The executor handles all other cases: a recorded or watched step, a tracer, a forked child. It also runs if
-# work is due for a finished operator, a queued copy or an ended claim.
-
 _Save = Callable[[Tensor], Handle]
 _Use = Callable[[Handle], Tensor]
 
 
 def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     """Return both hooks of an executor whose director is set. Dynamo compiles neither them nor what they call."""
-    if not executor.director.plans:
-        return uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
-    return executor.hand_over.hooks(uncompiled(executor.save), uncompiled(executor.use))
-
-
-def _save_hook(executor: Executor) -> _Save:
-    """The hook of a session without plans."""
-    context, hook_lock, counts = executor.context, executor.hook_lock, executor.hook_counts
-    recording, totals, executor_save = executor.recording, executor.metrics.totals, executor.save
-    pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.min_bytes
-    outs, ended, errors, leaving = executor.outs, hook_lock.ended, hook_lock.errors, executor.budget.reclaim.entries
-    held, queued_out, queued_in = context.held, context.out_queue.queued, context.back_queue.queued
-    device = executor.device
-
-    def save(t: Tensor) -> Handle:
-        if not recording.is_over or (num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
-            return executor_save(t)
-        reason = reason_to_stay(t, device, protected, min_bytes)
-        if not reason or reason == "subclass":
-            return executor_save(t)
-        with lock:
-            if not (
-                outs.fresh
-                or outs.in_part
-                or leaving
-                or held
-                or outs.waiting_bytes
-                or queued_out
-                or queued_in
-                or ended
-                or errors
-            ):
-                counts.saves += 1
-                totals.kept_by_reason[reason] += 1
-                return KeptTensor(t, by_reference=reason == "parameter")
-        return executor_save(t)
-
-    return save
-
-
-def _use_hook(executor: Executor) -> _Use:
-    """The hook of a session without plans."""
-    counts, recording, executor_use = executor.hook_counts, executor.recording, executor.use
-
-    def use(handle: Handle) -> Tensor:
-        if recording.is_over and type(handle) is KeptTensor and (t := handle.tensor)._version == handle.expected:
-            counts.uses += 1
-            return t
-        return executor_use(handle)
-
-    return use
+    save, use = uncompiled(executor.save), uncompiled(executor.use)
+    return executor.hand_over.hooks(save, use) if executor.director.plans else (save, use)

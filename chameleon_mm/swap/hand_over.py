@@ -252,21 +252,19 @@ class HandOver:
         """Save a tensor of a record, old or new. Note [Identity]."""
         self._registry.next_index = self._index_at(way, hook)
         executor, compute, row = self._executor(), self._compute, way.program.rows[hook]
-        known = way.storages.get(row.number)
-        if executor is None or (row.kind != FIRST and (known is None or not known.slot.is_record_of(t.untyped_storage()))):
+        if executor is None:
             return None
-        saved_bytes = SavedBytes(t)
+        claim, saved_bytes = self._claims.find(t), SavedBytes(t)
         if row.kind == FIRST:
             claim = executor.new_claim(t, saved_bytes, compute)
             way.number(claim.saved, row.number)
             way.first_saves[hook] = claim.saved
-        else:
-            found = self._claims.find(t, saved_bytes, compute)
-            if found.claim is None or found.begins_again or found.claim.saved is not known:
-                return None
-            claim = found.claim
-            executor.include(found, saved_bytes, compute)
+        elif claim is None or claim.saved is not way.storages.get(row.number):
+            return None
+        elif executor.include(claim.saved, saved_bytes, compute, may_begin_again=False):
             claim.saved.add_view(saved_bytes)
+        else:
+            return None
         claim.saved.slot.note_save(way.epoch, hook)
         handle = SwappedView(claim, saved_bytes)
         handle.saved_at = way.epoch, hook

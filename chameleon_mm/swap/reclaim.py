@@ -21,10 +21,6 @@ from chameleon_mm.swap.forms import WHOLE
 from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.saved_storage import SavedStorage
 
-SHORT_SHARE = 0.5
-"""Share of the limit. If more is allocated, copies out are handed to the device at once, so that the allocator may reclaim
-their sources: at more than half, a step that doubles the allocation finds no memory. Not measured."""
-
 
 class Reclaimable(Protocol):
     """Device buffer whose copy to the host is queued or running."""
@@ -46,18 +42,16 @@ class Reclaimable(Protocol):
 class Lending:
     """Loans of buffers to the allocator of their device. A buffer is lent once its whole copy out was handed to the device."""
 
-    __slots__ = ("_hook", "_lent", "_may_lend", "_num_reclaimed", "_waiting", "memory_is_short")
+    __slots__ = ("_lent", "_may_lend", "_num_reclaimed", "_waiting", "hook")
 
     def __init__(self, hook: AllocatorHook, *, may_lend: Callable[[], bool]) -> None:
         """`may_lend()` returns True if only the stream that owns a buffer can have used it, and no recorder counts
         allocations."""
-        self._hook = hook
+        self.hook = hook
         self._may_lend = may_lend
         self._waiting: deque[SavedStorage] = deque()
         self._lent: deque[SavedStorage] = deque()
         self._num_reclaimed = 0
-        self.memory_is_short = True
-        """True if copies out are handed to the device at once, busy link or not, to lend as much as possible."""
 
     @property
     def has_any(self) -> bool:
@@ -69,7 +63,7 @@ class Lending:
 
     def settle(self) -> None:
         """Note which buffers the allocator has reclaimed since the last call. Called at every hook."""
-        now = self._hook.reclaimed
+        now = self.hook.reclaimed
         if now == self._num_reclaimed:
             return
         self._num_reclaimed = now
@@ -87,7 +81,7 @@ class Lending:
             self._lent.popleft()
         while self._waiting and ((copy := self._waiting[0].copy) is None or copy.out.ended):
             saved = self._waiting.popleft()
-            _lend(saved, self._hook)
+            _lend(saved, self.hook)
             if saved.slot.lent is not None:
                 self._lent.append(saved)
 
@@ -96,11 +90,6 @@ class Lending:
         while self._lent:
             self._lent.popleft().take_back()
         self._waiting.clear()
-
-    def set_limits(self, limit_bytes: int, growth_bytes: int | None, *, allocated_bytes: int) -> None:
-        """Set the limits of `AllocatorHook.set_limits`. `allocated_bytes`: bytes allocated now."""
-        self._hook.set_limits(limit_bytes, growth_bytes)
-        self.memory_is_short = allocated_bytes > limit_bytes * SHORT_SHARE
 
 
 def _lend(saved: SavedStorage, hook: AllocatorHook) -> None:

@@ -114,8 +114,8 @@ class SwapOuts:
         fills_group = self.waiting_bytes >= GROUP_BYTES
         if self.small and (fills_group or self._budget.growth_is_unknown or self._context.out_queue.is_idle()):
             self.pack_small()
-        if lending is not None and lending.memory_is_short:
-            self._context.out_queue.hand_over_all()
+        if lending is not None:
+            self._context.out_queue.hand_over_all()  # the allocator reclaims only what is being copied
         for queue in self._queues:
             if queue.queued:
                 queue.hand_over()

@@ -62,7 +62,7 @@ def smallest_within(
 ) -> int:
     """Find the smallest budget, at least `budget`, for which there is a plan within `host_budget` bytes of pinned memory."""
     while True:
-        budget = min(_printable(budget), peak_bytes)
+        budget = min(parse_size(format_size_up(budget)), peak_bytes)  # as it is printed
         try:
             generate_plan(trace, budget, host_budget, cost, recompute=recompute)
         except InfeasibleBudget as error:  # names a larger budget; the unswapped peak needs no host memory
@@ -76,11 +76,6 @@ def _plan_within(
 ) -> SwapPlan:
     """Make a plan as a session does: the choice assumes a share of the link's rates; the plan's times use the whole link."""
     return generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute, counted_on=COUNTED_ON)
-
-
-def _printable(budget: int) -> int:
-    """Return `budget` rounded up to the value of its printed text."""
-    return parse_size(format_size_up(budget))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.optim import AdamW8bit
 
-from chameleon_mm.state import optimizer_swap
+from chameleon_mm.state import swapped_state
 from chameleon_mm.units import KIB
 from tests._frameworks import Program
 from tests._plain_models import language
@@ -74,7 +74,7 @@ def test_optimizers_of_8_bits_give_the_same_bits(
     make: Any, optimizer_state: bool, budget_kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state of bitsandbytes leaves as the bytes that it is. That of torchao is of a wrapper subclass, and stays."""
-    monkeypatch.setattr(optimizer_swap, "MIN_BYTES", 4 * KIB)
+    monkeypatch.setattr(swapped_state, "MIN_BYTES", 4 * KIB)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
         report = Program(wide, to_ones, make, optimizer_state=optimizer_state).check(budget_kib)
     leaves = optimizer_state and make is bitsandbytes.optim.AdamW8bit

@@ -387,4 +387,3 @@ def test_a_reading_looks_at_what_has_died_and_not_at_all_that_was_there() -> Non
         del before[2]
         table.read(left * 512, (), fresh=False, tick=0)
     assert [(traced.kind, traced.dead) for traced in table.traced] == [(TensorKind.OPTIMIZER, True)] * 3
-    assert len(table._expected) == 5

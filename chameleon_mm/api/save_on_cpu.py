@@ -70,9 +70,9 @@ class save_on_cpu:  # noqa: N801 - torch's name: a class used as a function
     this process there. If that is full, and in a first pass without a forecast, compute waits for copies, on the device.
     Torch's own hooks copy at every save and back at every use. It takes more device memory than torch's hooks:
 
-    1. the storages of the tensors that one operator saves, until the next hook, because an operator may write what it saved;
-    2. for saved views that one node of backward uses, the rest of their storages, and twice the bytes of a view that was copied
-       without its storage;
+    1. the storages of the tensors that one operator saves, until the next hook, because an operator may write what it saved; if
+       it saved only a part of a storage, until the hook after that;
+    2. for saved views that one node of backward uses, the rest of their storages;
     3. storages smaller than `min_bytes`;
     4. once a pass has shown how much allocation grows between two hooks, `LEAVING_BYTES` for copies out and `AHEAD_BYTES` for
        prefetches, within the budget.

@@ -5,7 +5,7 @@ planned.add_plans(plans, link)       # plans with close simulated times: each is
 planned.current                      # plan that a step follows now; None: no plan fits the budget
 planned.add_time(trial, time)        # after a step that followed the trial's plan at each hook
 planned.slowdown                     # measured operator time / the trace's; 1: the trace is right, or not measured yet
-planned.reset_for(need)      # after a step like it took more memory, or the latest steps took less
+planned.reset_for(extra)     # after a step like it took more memory, or the latest steps took less
 planned.learn_inner_memory(unused, 1 << 20)    # after the latest steps held less memory inside operators
 """
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.slot import LastSave
 
 if TYPE_CHECKING:
     from chameleon_mm.swap.packed_group import PackedGroup
@@ -64,7 +63,6 @@ class Claims:
     def __init__(self) -> None:
         self.by_storage: dict[int, weakref.ref[Claim]] = {}
         """Claims by the storage's id. Other classes only read it."""
-        self._last_saves: dict[int, LastSave] = {}
 
     def find(self, t: Tensor) -> Claim | None:
         """Find the live claim on the storage of `t`."""
@@ -74,40 +72,25 @@ class Claims:
         return claim if claim is not None and claim.saved.slot.is_record_of(storage) else None
 
     def add(self, claim: Claim) -> None:
-        """Add a new claim. All claims on one storage share its `LastSave`."""
-        slot = claim.saved.slot
-        last = self._last_saves.get(slot.key)
-        if last is not None and last.storage() is slot.storage:
-            slot.last_save = last
-        else:
-            self._last_saves[slot.key] = slot.last_save
-        slot.last_save.num_claims += 1
-        self.by_storage[slot.key] = weakref.ref(claim)
+        """Add a new claim."""
+        self.by_storage[claim.saved.slot.key] = weakref.ref(claim)
 
     def move(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Make the saved tensors of `saved` views of `storage`, which has their bytes. Their own storage is empty."""
-        slot = saved.slot
-        ref = self.by_storage.get(slot.key)
+        ref = self.by_storage.get(saved.slot.key)
         claim = None if ref is None else ref()
-        before = slot.last_save
-        self.forget(saved)
-        if claim is not None and claim.saved is saved:
-            del self.by_storage[slot.key]
-        slot.move_to(storage)
-        last = slot.last_save = LastSave()
-        last.storage, last.epoch, last.hook, last.num_claims = slot.first, before.epoch, before.hook, 0
-        if claim is not None and claim.saved is saved:
+        is_known = claim is not None and claim.saved is saved
+        if is_known:
+            del self.by_storage[saved.slot.key]
+        saved.slot.move_to(storage)
+        if claim is not None and is_known:
             self.add(claim)
 
     def forget(self, saved: SavedStorage) -> None:
         """Remove a claim whose last handle is gone."""
-        slot = saved.slot
-        claim = self.by_storage.get(slot.key)
+        claim = self.by_storage.get(saved.slot.key)
         if claim is not None and claim() is None:
-            del self.by_storage[slot.key]
-        slot.last_save.num_claims -= 1
-        if not slot.last_save.num_claims and self._last_saves.get(slot.key) is slot.last_save:
-            del self._last_saves[slot.key]
+            del self.by_storage[saved.slot.key]
 
 
 class StorageRegistry:

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 # before it, and ordered after all earlier writes. A copy of covered bytes may wait. If a save of it was written to meanwhile,
 # its bytes are no longer covered. Each piece is then ordered after all work launched before the piece.
 #
-# Bytes written after the hand-over may be copied half written, but no use reads them. If they are saved later, `Claims.find`
-# sees that this copy began before that save.
+# Bytes written after the hand-over may be copied half written, but no use reads them. If they are saved later, `Slot.includes`
+# sees that this copy began before that save, and the copy begins again.
 
 _Ref = Callable[[], Tensor | None]
 """Weak reference to a tensor, which returns None once the tensor is freed."""

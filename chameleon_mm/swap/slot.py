@@ -32,23 +32,11 @@ if TYPE_CHECKING:
     from chameleon_mm.record.storages import TracedStorage
 
 
-class LastSave:
-    """Record shared by all slots of one storage: step and hook of its latest save. No `__init__`: an instance
-    is made at every save."""
-
-    __slots__ = ("epoch", "hook", "num_claims", "storage")
-
-    storage: weakref.ref[torch.UntypedStorage]
-    epoch: int
-    hook: int
-    num_claims: int
-
-
 class Slot:
     """Saved storage, with the saved tensors that view it."""
 
     __slots__ = (
-        "alloc_stream", "came_back", "first", "key", "last_save", "lent", "noted_in", "saved_nbytes",
+        "alloc_stream", "came_back", "first", "key", "lent", "saved_at", "saved_in", "saved_nbytes",
         "saves", "storage", "traced", "views",
     )  # fmt: skip
 
@@ -66,22 +54,19 @@ class Slot:
         """Memory lent to the allocator, which may reclaim it; None: none is lent."""
         self.traced: TracedStorage | None = None
         """Record of the storage in the trace; None unless the step that saved it is recorded."""
-        self.noted_in = -1
-        """Latest step in which the profiler saw a save of the storage."""
+        self.saved_in, self.saved_at = -1, -1
+        """Step and hook of the latest save, as the profiler numbers them."""
         self.views = [saved]
         """All saved tensors that view the storage, each with an alias of the session."""
         self.saves = [saved]
         """Saves made before the copy out began, which that copy includes. No save is known to be part of another."""
-        last = self.last_save = LastSave()
-        last.storage, last.epoch, last.hook, last.num_claims = self.first, -1, 0, 0
 
     def note_save(self, epoch: int, hook: int) -> tuple[bool, int | None]:
-        """Note a save at `hook` of step `epoch`. Returns True if it is this record's first save in the step. Also returns the
-        number of hooks since any record of the storage was saved in this step; None: none was."""
-        first, self.noted_in = self.noted_in != epoch, epoch
-        last = self.last_save
-        hooks_ago = hook - last.hook if last.epoch == epoch else None
-        last.epoch, last.hook = epoch, hook
+        """Note a save at `hook` of step `epoch`. Returns True if it is the first in the step. Also returns the number of hooks
+        since the latest save in this step; None: there was none."""
+        first = self.saved_in != epoch
+        hooks_ago = None if first else hook - self.saved_at
+        self.saved_in, self.saved_at = epoch, hook
         return first, hooks_ago
 
     def note_traced(self, traced: TracedStorage) -> None:

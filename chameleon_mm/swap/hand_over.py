@@ -147,7 +147,8 @@ class HandOver:
         if outs.waiting_bytes or profiler_is_on():
             return False
         # The plan knows what was just saved, and it is of this step.
-        return all(saved.number is not None and way.storages.get(saved.number) is saved for saved in outs.fresh)
+        just_saved = *outs.fresh, *outs.in_part
+        return all(saved.number is not None and way.storages.get(saved.number) is saved for saved in just_saved)
 
     def follow(self, way: Way, director: Director) -> None:
         """Have the loop take the hooks after the latest, if it may."""

@@ -1,7 +1,7 @@
 """Swap out saved storages once the operator that saved them is over: alone or packed, by size.
 
 outs.add(saved)                                  # ON_DEVICE: its operator may still write it
-for saved in outs.finished(): outs.swap_out(saved)   # at every hook: alone | with others
+for saved in outs.due(outs.finished()): outs.swap_out(saved)    # at every hook: alone | with others
 outs.pack_small()                                # pack the waiting small ones now: the link is idle, or memory is short
 """
 

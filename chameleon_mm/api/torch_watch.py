@@ -82,7 +82,7 @@ class TorchWatch:
         return saved_tensors_hooks(*top) if is_hint or getattr(hooks, "is_hint", False) else None
 
     def _keeps(self, mode: Any) -> None:
-        """Make `mode`, which begins to keep tensors, keep them by this session's hooks, unless the user chose otherwise."""
+        """Have `mode`, which begins to keep tensors, use this session's hooks. It does not if the user chose other ones."""
         hooks, save, frame = saved_tensor_hooks_on_top(), self._save(), sys._getframe(1)
         own: Any = None if hooks is None else hooks[0]  # the checkpoint's
         while "recompute_context" not in frame.f_code.co_cellvars and frame.f_back is not None:

@@ -167,12 +167,12 @@ class Notes {
                       root.defined() && v.counter.enabled() ? std::optional(at::Tensor(root)) : std::nullopt);
   }
 
-  auto call(int number) {  // with the memory that it allocated, in the allocator's units
+  auto call(int number) {  // with the sizes of the storages that it returned
     const std::lock_guard guard(lock_);
     const auto& c = calls_[number];
-    int64_t made_bytes = 0;
-    for (auto i = c.made.first; i < c.made.second; ++i) made_bytes += values_[i].returned ? (values_[i].nbytes + 511) / 512 * 512 : 0;
-    return std::tuple(c.facts->number, c.given, c.numbers, c.opaque, c.grad_enabled, c.settings, c.random, made_bytes);
+    std::vector<size_t> made;
+    for (auto i = c.made.first; i < c.made.second; ++i) if (values_[i].returned) made.push_back(values_[i].nbytes);
+    return std::tuple(c.facts->number, c.given, c.numbers, c.opaque, c.grad_enabled, c.settings, c.random, made);
   }
 
   int operator_of(int call) { const std::lock_guard guard(lock_); return calls_[call].facts->number; }

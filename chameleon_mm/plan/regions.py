@@ -36,7 +36,7 @@ WORTH_COMPILING = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedRegion:
-    """One call of a compiled region in a step."""
+    """Call of a compiled region in a step."""
 
     forward: int
     """Number of the forward operator."""

@@ -86,7 +86,7 @@ class Simulator:
         first, later = Candidates.of(trace), Candidates.between_uses(trace)
         self._candidates = first.followed_by(later)
         self._row = np.full(len(trace.tensor_bytes), -1)
-        # Of several rows of a storage, the first stays: its use is the earliest.
+        # The first of several rows of a storage stays: its use is the earliest.
         self._row[self._candidates.tensor[::-1]] = np.arange(len(self._candidates))[::-1]
         rows = enumerate(zip(later.tensor.tolist(), later.use.tolist(), strict=True), len(first))
         self._later_row = {tensor_and_use: row for row, tensor_and_use in rows}

@@ -43,6 +43,7 @@ from chameleon_mm.record.calls import (
     with_storages,
 )
 from chameleon_mm.record.dispatch_state import frames_compiled
+from chameleon_mm.units import allocated_size
 
 _NONE = -1
 
@@ -165,18 +166,18 @@ class CallNotes:
         return self._calls.get(number) or self._calls.setdefault(number, self._read(number))
 
     def _read(self, number: int) -> Call:
-        operator, given, numbers, opaque, grad_enabled, settings, random, made_bytes = self.noted.call(number)
-        func, facts, told, names = self._operators[operator]
+        operator, given, numbers, opaque, grad_enabled, settings, random, made = self.noted.call(number)
+        known = self._operators[operator]
         noted = self._settings[settings]
-        of_call = noted if told[_IS_PRODUCT] else noted._replace(of_products=None)
-        operation = Operation(number, func, facts, of_call, grad_enabled=grad_enabled)
+        of_call = noted if known.is_product else noted._replace(of_products=None)
+        operation = Operation(number, known.func, known.facts, of_call, grad_enabled=grad_enabled)
         operation.random_state = None if random == _NONE else self._random[random]
-        operation.made_bytes = made_bytes
+        operation.made_bytes = sum(map(allocated_size, made))
         if opaque:
             return Call(operation, None, None)
         self._put_tensors(given, numbers)
-        positional = len(given) - len(names)
-        return Call(operation, tuple(given[:positional]), dict(zip(names, given[positional:], strict=True)))
+        positional = len(given) - len(known.names)
+        return Call(operation, tuple(given[:positional]), dict(zip(known.names, given[positional:], strict=True)))
 
     def _put_tensors(self, given: list[Any], numbers: Sequence[int]) -> None:
         """Decode the tensors in `numbers`, and put them at their indexes in `given` or into lists there."""
@@ -224,18 +225,16 @@ class CallNotes:
 
 
 class _Known(NamedTuple):
-    """What is known of an operator."""
+    """Operator, with facts that do not depend on the call."""
 
     func: Any
     facts: OpFacts
+    is_product: bool
     told: tuple[Any, ...]
-    """What the helper is told of it: flags, and then numbers."""
+    """Flags and numbers for the helper."""
     names: tuple[str, ...]
     """Names of the arguments that are passed by name. They come last."""
 
-
-_IS_PRODUCT = 4
-"""Place in `_Known.told`."""
 
 _of_torch: dict[tuple[str, str, str], _Known] = {}
 """Facts about torch's own operators, by name, overload and device type. Torch's operators are never redefined."""
@@ -249,7 +248,7 @@ def _facts(name: str, overload: str, device_type: str) -> _Known:
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     except (AttributeError, RuntimeError):  # a query of `prim` that torch.ops lacks
-        return _Known(None, OpFacts(base), (True, False, False, False, False, False, [], 0, 0), ())
+        return _Known(None, OpFacts(base), False, (True, False, False, False, False, False, [], 0, 0), ())
     facts, arguments = OpFacts.of(func, device_type), func._schema.arguments
     written = [i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
     written.sort(key=lambda i: arguments[i].kwarg_only)
@@ -259,7 +258,7 @@ def _facts(name: str, overload: str, device_type: str) -> _Known:
     skip = not (facts.kernel or facts.uninitialised) or not (makes or written)
     kinds = skip, facts.composite, facts.in_place, facts.random, is_product(func), not facts.hidden_writes
     told = *kinds, written, len(arguments), len(func._schema.returns)
-    known = _Known(func, facts, told, tuple(one.name for one in arguments if one.kwarg_only))
+    known = _Known(func, facts, is_product(func), told, tuple(one.name for one in arguments if one.kwarg_only))
     if facts.is_torchs_own:
         _of_torch[name, overload, device_type] = known
     return known

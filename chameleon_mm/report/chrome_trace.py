@@ -60,8 +60,8 @@ def _events(
 
 
 def readings(timed: TimedSpans) -> list[tuple[float, int]]:
-    """Return (time, bytes) of each memory reading, in order. A reading's time after its step's beginning
-    is that of the host's clock. Readings of steps that are not stored or have not ended are omitted."""
+    """Return (time, bytes) of each memory reading, in order. A reading's time after its step's beginning is that of the host's
+    clock. Readings of steps that are not stored or have not ended are omitted."""
     steps: list[StepSpan] = sorted(timed.steps, key=lambda step: step.host_us)
     begins_us = [step.host_us for step in steps]
     found = []

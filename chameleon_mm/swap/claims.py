@@ -77,14 +77,15 @@ class Claims:
 
     def move(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Make the saved tensors of `saved` views of `storage`, which has their bytes. Their own storage is empty."""
+        self.forget(saved)
         ref = self.by_storage.get(saved.slot.key)
         claim = None if ref is None else ref()
-        is_known = claim is not None and claim.saved is saved
-        if is_known:
-            del self.by_storage[saved.slot.key]
+        if claim is None or claim.saved is not saved:
+            saved.slot.move_to(storage)
+            return
+        del self.by_storage[saved.slot.key]
         saved.slot.move_to(storage)
-        if claim is not None and is_known:
-            self.add(claim)
+        self.add(claim)
 
     def forget(self, saved: SavedStorage) -> None:
         """Remove a claim whose last handle is gone."""

@@ -1,4 +1,4 @@
-"""What the loop of a planned step is given as it takes the hooks, and what it gives back to the executor.
+"""Hand hooks of planned steps to the loop, and take them back with all that the loop has by then.
 
 hand_over = HandOver(executor)               # its loop: the C++ helper `loop` if that is built, else `StepLoop`
 save, use = hand_over.hooks(save, use)       # what autograd calls: the executor's hooks wherever the loop does not follow
@@ -99,7 +99,7 @@ class HandOver:
         """The latest step, and how often the loop took its hooks for a few of them."""
         self._entered: tuple[Way, Director, LatestHook] | None = None
         self._since, self._next_index, self._is_record = -1, 0, list[bool]()
-        """The hook behind which the loop took over, and the number of the next storage then; by storage, whether it has, or
+        """Latest hook before the loop took over, and number of the next storage at that time. By storage: True if it has, or
         gets, a record."""
         self._home = -1
         """Number of the thread whose saves the loop does."""

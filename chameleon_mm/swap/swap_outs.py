@@ -44,12 +44,7 @@ would otherwise copy the storage for each slice."""
 class SwapOuts:
     """Swap-outs of saved storages. Not thread-safe: the executor holds its lock."""
 
-    def __init__(
-        self,
-        context: SwapContext,
-        registry: StorageRegistry,
-        budget: Budget,
-    ) -> None:
+    def __init__(self, context: SwapContext, registry: StorageRegistry, budget: Budget) -> None:
         self._context, self._registry, self._budget = context, registry, budget
         self._queues = context.out_queue, context.back_queue
         self.pack_below_bytes = PACK_BELOW_BYTES

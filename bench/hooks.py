@@ -1,7 +1,7 @@
 """`chameleon-mm bench hooks`: host time of a saved tensor, by the action taken on it.
 
     stays:               it is too small to move                             save_on_cpu | a planned step of SwapSession
-    moves, by hand:      only the copies, in order: the least that any swap needs of the device
+    moves, by hand:      only the copies, in order, with new events, tensors and memory for each
     moves by the rule:   save_on_cpu, by a separate copy | packed with others
     moves by plan:       a planned step of SwapSession that only swaps, the same two ways
     dropped by plan:     a planned step of SwapSession, its operator run again at its use

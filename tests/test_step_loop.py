@@ -19,16 +19,16 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.plan.step_program import KEPT
+from chameleon_mm.plan.step_program import KEPT, Row
 from chameleon_mm.record.calls import Relied
-from chameleon_mm.swap import hook_lock
+from chameleon_mm.swap import hook_lock, step_loop
 from chameleon_mm.swap.hand_over import HandOver
 from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes
 from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.recipe import Reliance
 from chameleon_mm.swap.recomputing import Recomputing
 from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.step_loop import LoopSlot, Saved, StepLoop
+from chameleon_mm.swap.step_loop import LoopSlot, StepLoop
 from chameleon_mm.swap.swap_ins import Rescue
 from tests._fakes import refusing
 from tests._native import keep_first_plan
@@ -172,26 +172,18 @@ def test_a_step_that_leaves_on_cuda_is_eagers(at: int, letter: str) -> None:
 
 
 def test_a_late_op_is_carried_out_at_the_next_hook_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_loop, is_over = StepLoop._save, StepLoop._is_over
-    held_back, done = False, 0
+    in_loop, done = StepLoop._run, 0
 
-    def is_over_later(loop: StepLoop, slot: LoopSlot) -> bool:
-        return not held_back and is_over(loop, slot)
-
-    def save(loop: StepLoop, t: Tensor) -> KeptTensor | Saved | None:
-        nonlocal held_back, done
-        row = loop._rows[loop.hook + 1]
+    def run(loop: StepLoop, row: Row, hook: int, running: int) -> bool:
+        nonlocal done
         was_late = row.kind == KEPT and not row.ops and bool(loop._late)
-        held_back = bool(row.ops)  # the ops of this row wait for the next hook
-        handle = in_loop(loop, t)
-        held_back = False
-        if was_late and handle is not None:
+        goes_on = in_loop(loop, row, hook, -1 if row.ops else running)  # the ops of this row wait for the next hook
+        if was_late and goes_on:
             assert not loop._late
             done += 1
-        return handle
+        return goes_on
 
-    monkeypatch.setattr(StepLoop, "_is_over", is_over_later)
-    monkeypatch.setattr(StepLoop, "_save", save)
+    monkeypatch.setattr(StepLoop, "_run", run)
     words = [WORD] * STEPS
     assert Session(OnSim()).run(words) == plainly(OnSim(), words)
     assert done
@@ -200,18 +192,18 @@ def test_a_late_op_is_carried_out_at_the_next_hook_of_any_kind(monkeypatch: pyte
 def test_the_loop_brings_nothing_back_at_a_hook_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     in_loop, left = StepLoop._use, 0
 
-    def use(loop: StepLoop, handle: Handle) -> Tensor | None:
+    def use(loop: StepLoop, handle: Handle, thread: int) -> Tensor | None:
         nonlocal left
         if not loop._rows[loop.hook + 1].ins or type(handle) is not KeptTensor:
-            return in_loop(loop, handle)
+            return in_loop(loop, handle, thread)
         with monkeypatch.context() as patch:
             patch.setattr(type(loop._compute), "is_current", lambda stream: False)
             patch.setattr(
                 StepLoop,
-                "_copy_back",
+                "_copy",
                 lambda *_: pytest.fail("the loop began a copy back on a stream that is not current"),
             )
-            t = in_loop(loop, handle)
+            t = in_loop(loop, handle, thread)
         assert t is None
         left += 1
         return t
@@ -300,7 +292,7 @@ def test_what_a_model_keeps_in_a_planned_step_is_not_emptied() -> None:
 
 
 def test_without_the_use_count_it_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoopSlot, "is_alone", lambda slot: slot.storage is not None)
+    monkeypatch.setattr(step_loop, "held_alone", lambda *_: True)
     with pytest.raises((RuntimeError, SimLifetimeError, SimRaceError, AssertionError)):
         test_what_a_model_keeps_in_a_planned_step_is_not_emptied()
 

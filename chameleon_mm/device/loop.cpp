@@ -42,6 +42,7 @@ constexpr std::string_view PYTHON_NODE = "N5torch8autograd6PyNodeE";  // the typ
 enum Kind { KEPT, FIRST, AGAIN, USE, END };                      // as in plan/step_program.py
 enum Code { RECLAIM, RELEASE, OUT };                             // the same
 enum State { ON_DEVICE, LEAVING, ON_HOST, ARRIVING, RESTORED };  // as in swap/host_copy.py
+constexpr const char* REASONS[] = {"parameter", "leaf", "persistent", "small", "empty"};
 enum Reason { PARAMETER, LEAF, PERSISTENT, SMALL, EMPTY, NUM_REASONS, NONE, UNKNOWN };  // to stay; NONE: it may move; UNKNOWN: Python has to look
 
 struct Left : std::exception {};                                              // another thread had all given back
@@ -75,7 +76,6 @@ struct Program {
 };
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
 // What `SavedBytes` and `Origin` in swap/handles.py have of a saved tensor: the node that made it, with its number and output.
 struct Origin {
   WeakTensor counter, tensor;
@@ -186,10 +186,10 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
 
   // --- the ops
 
-  bool is_current() const {
+  bool is_current() const {  // the default stream cannot be captured
     const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
     const auto device = guard.getDevice();
-    return device.index() == index && guard.getStream(device).native_handle() == compute && !is_capturing(compute);
+    return device.index() == index && guard.getStream(device).native_handle() == compute && (compute == nullptr || !is_capturing(compute));
   }
   bool is_over(const Slot& slot) const {  // Note [Swap-out]; as `SwapOuts.is_over`
     return slot.operators < (PyThread_get_thread_ident() == home ? (int64_t)at::sequence_number::peek() : operators);
@@ -212,9 +212,8 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   bool has_place(int n) {
     if (Arena& arena = arenas[program->group[n]]; arena.address == 0) {
       std::vector<size_t> empty;
-      for (size_t group = 0; group < arenas.size(); group++) {
+      for (size_t group = 0; group < arenas.size(); group++)
         if (arenas[group].live == 0 && std::exchange(arenas[group].address, 0) != 0) empty.push_back(group);
-      }
       arena.address = call("take", program->group[n], empty).cast<uintptr_t>();
     }
     return arenas[program->group[n]].address != 0;
@@ -336,17 +335,14 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   }
   // As in swap/classify.py.
   Reason reason_to_stay(const at::Tensor& t, const at::Tensor& holder) const {
-    for (const at::Tensor* of : {&t, &holder}) {
-      if (class_of(*of) != THPVariableClass) return class_of(*of) == ParameterClass ? PARAMETER : UNKNOWN;
-    }
-    if (t.requires_grad() && t.is_leaf()) return LEAF;
-    if (!t.has_storage()) return UNKNOWN;
+    if (class_of(t) != THPVariableClass || !t.has_storage()) return class_of(t) == ParameterClass ? PARAMETER : UNKNOWN;
     const auto& storage = t.storage();
-    if (has(safe, storage)) return PERSISTENT;
     if ((int64_t)storage.nbytes() < min_bytes) return storage.nbytes() ? SMALL : EMPTY;
+    if (class_of(holder) != THPVariableClass) return class_of(holder) == ParameterClass ? PARAMETER : UNKNOWN;
+    if (holder.requires_grad() && holder.is_leaf()) return LEAF;
+    if (has(safe, storage)) return PERSISTENT;
     const bool is_plain = t.layout() == at::kStrided && t.is_cuda() && t.get_device() == index && !t._is_zerotensor();
-    const bool is_of_leaf = holder.requires_grad() ? holder.is_leaf() : t.requires_grad();
-    return is_plain && !is_of_leaf && storage.unsafeGetStorageImpl()->resizable() ? NONE : UNKNOWN;
+    return is_plain && t.requires_grad() <= holder.requires_grad() && storage.unsafeGetStorageImpl()->resizable() ? NONE : UNKNOWN;
   }
   // As `StepLoop._move`. Null or None: Python has to do it.
   py::object move(const at::Tensor& t, const at::Tensor& holder, const Row& row, int64_t operators_now) {
@@ -431,23 +427,22 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     if (!is_capturing(compute)) settle_abandoned();  // a capture may not wait for what began before it
     std::vector<py::object> alive;  // nothing dies where a collection runs in the middle of this: each slot has a handle
     for (const Save* save : all_saves) alive.push_back(py::reinterpret_borrow<py::object>(save->handle));
-    py::dict all;
+    py::dict all, of_reasons;
     py::list of_slots, of_saves, of_outlived;
-    for (const auto& slot : slots) {
+    for (const auto& slot : slots)
       if (slot) of_slots.append(py::make_tuple(slot->number, slot->state, slot->operators, is_over(*slot), slot->emptied));
-    }
     for (const Save* s : all_saves) {
       py::object save = py::make_tuple(s->slot ? s->slot->number : -1, py::handle(s->handle), s->hook, s->is_used, s->alias, s->version);
       if (const Origin* o = s->origin.get())  // None: it is gone
         save += py::make_tuple(at::Tensor(o->counter.lock()), at::Tensor(o->tensor.lock()), o->name, o->number, o->output);
       of_saves.append(save);
     }
-    for (const auto& weak : outlived) {
+    for (const auto& weak : outlived)
       if (auto impl = weak.lock()) of_outlived.append(c10::Storage(std::move(impl)));
-    }
     late.insert(late.end(), later.begin(), later.end());
     all["slots"] = of_slots, all["all_saves"] = of_saves, all["outlived"] = of_outlived, all["late"] = late;
-    all["kept"] = kept, all["growths"] = growths;
+    for (int reason = 0; reason < NUM_REASONS; reason++) of_reasons[REASONS[reason]] = kept[reason];
+    all["kept"] = of_reasons, all["growths"] = growths;
     follows = false;
     for (const auto& handle : alive) handle_of(handle.ptr())->save.reset();
     static_cast<Step&>(*this) = Step{};

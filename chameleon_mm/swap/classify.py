@@ -54,40 +54,42 @@ class ProtectedStorages:
 def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_bytes: int) -> str:
     """Return why `t` must not move; "" for a plain activation. A tensor whose storage has fewer than `min_bytes` is "small" on
     any device and in any layout. Inner tensors of a "subclass" may move."""
-    kind, base = type(t), t._base
+    kind = type(t)
     # The class is tested first, because `isinstance(t, Parameter)` runs a slow check in Python.
-    if (kind is Parameter or (kind is not Tensor and isinstance(t, Parameter))) or (
-        base is not None and type(base) is not Tensor and isinstance(base, Parameter)
-    ):
-        return "parameter"
     if kind is not Tensor:
+        if kind is Parameter or isinstance(t, Parameter):
+            return "parameter"
         return "leaf" if t.is_leaf and t.requires_grad else "subclass"
-    # A view is classified by its base. Moving a view of a leaf frees nothing, and FSDP2 may free it (a parameter's local part).
-    # A view of an activation may itself be a leaf if a custom function's forward made it (the local part of a `DTensor`).
-    holder = t if base is None else base
-    if holder.requires_grad and holder.is_leaf:
-        return "leaf"
     try:
         storage = t.untyped_storage()
         nbytes = storage.nbytes()
-    except RuntimeError:  # a sparse tensor, or a tensor of a functorch transform, has no storage
-        nbytes = 0
-    else:
-        if id(storage) in protected.refs and storage in protected:
-            return "persistent"
         if nbytes < min_bytes:
             return "small" if nbytes else "empty"
-    if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
+        storage.data_ptr()
+    except RuntimeError:
+        # Without memory: sparse tensors; those of functorch, of functionalization, and of torch.autograd.functional; zeros that
+        # are never written, such as those of a dual tensor without a tangent in forward-mode differentiation.
+        storage = None
+    # A view is classified by its base. Moving a view of a leaf frees nothing, and FSDP2 may free it (a parameter's local part).
+    # A view of an activation may itself be a leaf if a custom function's forward made it (the local part of a `DTensor`).
+    holder = t
+    if (base := t._base) is not None:
+        holder = base
+        if type(base) is not Tensor and isinstance(base, Parameter):
+            return "parameter"
+    if holder.requires_grad and holder.is_leaf:
+        return "leaf"
+    if storage is None:
+        if t.layout is not torch.strided:
+            return "layout"
+        return "functorch" if torch._C._functorch.is_functorch_wrapped_tensor(t) else "no_storage"
+    if id(storage) in protected.refs and storage in protected:
+        return "persistent"
+    if t.is_nested or t.is_quantized:
         return "layout"
-    if torch._C._functorch.is_functorch_wrapped_tensor(t):
-        return "functorch"
-    # Two kinds have no memory: tensors batched by legacy vmap (torch.autograd.functional with vectorize=True), and zero tensors
-    # that are never written. A dual tensor without a tangent has such zeros in forward-mode differentiation.
-    if not torch._C._has_storage(t) or t._is_zerotensor():
-        return "no_storage"
     if not device.owns(t):
         return "other_device"
-    if t.requires_grad and not holder.requires_grad and is_part_of_parameter(t):
+    if base is not None and t.requires_grad and not base.requires_grad and is_part_of_parameter(t):
         return "parameter"
     # A storage that torch did not allocate cannot be freed.
     return "borrowed" if nbytes and not storage.resizable() else ""

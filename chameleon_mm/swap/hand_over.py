@@ -61,7 +61,6 @@ WORTH_HOOKS = 12
 
 _NOTHING = nullcontext()
 _STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
-_REASONS = ("parameter", "leaf", "persistent", "small", "empty")
 _TOTALS = ("bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "fallbacks")
 
 
@@ -346,12 +345,12 @@ class HandOver:
         firsts = self._programs[way.program].firsts
         return self._next_index + bisect_left(firsts, hook) - bisect_right(firsts, self._since)
 
-    def _count(self, executor: Executor, way: Way, latest: LatestHook, kept: Sequence[int]) -> None:
+    def _count(self, executor: Executor, way: Way, latest: LatestHook, kept: dict[str, int]) -> None:
         """Count what the loop's hooks did."""
         totals, hook, saves = self._context.metrics.totals, self.loop.hook, self._programs[way.program].saves
         for name in _TOTALS:
             setattr(totals, name, getattr(totals, name) + getattr(self.loop, name))
-        totals.kept_by_reason += Counter(dict(zip(_REASONS, kept, strict=False)))  # those above 0
+        totals.kept_by_reason += Counter(kept)  # those above 0
         uses: list[Any] = [row for row in way.program.rows[self._since + 1 : hook + 1] if row.kind == USE]
         moved = (saves[row.number][0] for row in uses if row.number >= 0 and not self._is_record[row.number])
         firsts = [first for first in moved if first > self._since]
@@ -443,7 +442,7 @@ def _compiled(kind: Any, program: StepProgram, until: list[int]) -> _Compiled:
             in_part[number] |= nbytes < program.nbytes[number]
     group, offset, group_bytes = _places(program)
     if kind is step_loop:
-        compiled = step_loop.Program(rows, grew, program.nbytes, group, offset)
+        compiled = step_loop.Program(rows, grew, program.nbytes, [*map(allocated_size, program.nbytes)], group, offset)
     else:
         compiled = kind.Program([kind.Row(*_told(*row)) for row in zip(rows, grew, strict=True)], program.nbytes, group, offset)
     return _Compiled(compiled, in_part, group, offset, group_bytes, saves, sorted(hooks[0] for hooks in saves.values()))

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chameleon_mm.device import Stream
+from chameleon_mm.device import Event, Stream
 from chameleon_mm.device.holders import held_alone
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.uncompiled import uncompiled
@@ -41,7 +41,6 @@ from chameleon_mm.swap.handles import KeptTensor
 from chameleon_mm.swap.hook_lock import HookLock
 from chameleon_mm.swap.host_copy import SwapContext
 from chameleon_mm.swap.metrics import Direction
-from chameleon_mm.units import allocated_size
 
 ON_DEVICE, LEAVING, ON_HOST, ARRIVING, RESTORED = range(5)
 """Where the bytes of a slot are, as the states of `host_copy.py` up to RESTORED."""
@@ -52,13 +51,14 @@ class RefusedCopy(RuntimeError):
 
 
 class Program(NamedTuple):
-    """Rows of a plan. By hook: bytes that the cached step allocated since the last comparison. By storage: bytes, group of host
-    memory (-1: none), and place in the group's block."""
+    """Rows of a plan. By hook: bytes that the cached step allocated since the last comparison. By storage: bytes, bytes that
+    the allocator takes for them, group of host memory (-1: none), and place in the group's block."""
 
     rows: Sequence[Row]
     """The executor does the hook of an `END`."""
     grew: Sequence[int]
     nbytes: Sequence[int]
+    allocated: Sequence[int]
     group: Sequence[int]
     offset: Sequence[int]
 
@@ -66,33 +66,14 @@ class Program(NamedTuple):
 class LoopSlot:
     """A saved storage that the loop moves. Its handles, and a copy under way, hold it; the loop refers to it weakly."""
 
-    __slots__ = (
-        "__weakref__", "arrivals", "done", "host", "number", "offset", "operators", "saves", "state", "storage"
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "arrivals", "number", "operators", "saves", "state", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, number: int) -> None:
-        self.storage, self.number = storage, number
-        self.state, self.operators = ON_DEVICE, 0
+        self.storage, self.number, self.state, self.operators = storage, number, ON_DEVICE, 0
         self.arrivals = 0
         """Times that the bytes came back."""
-        self.done: Any = None
-        """Event at the end of its latest copy."""
-        self.host: Any = None
-        """Host memory of its group, and where the bytes lie there; None: it was not copied out yet."""
-        self.offset = 0
-        self.saves: list[tuple[Tensor, int, weakref.ref[Tensor]]] = []
-        """Alias, version and owner of the version counter, of each save."""
-
-    def is_alone(self) -> bool:
-        """True if nothing else refers to the storage, and it may be resized: its memory may go."""
-        return held_alone(self, len(self.saves)) and self.storage.resizable()
-
-    def has_unwritten(self) -> bool:
-        """True if a save was not written to since: the use of one that was raises anyway."""
-        for alias, version, _ in self.saves:  # noqa: SIM110  # without the frame of a generator
-            if alias._version == version:
-                return True
-        return False
+        self.saves: tuple[tuple[Tensor, int, weakref.ref[Tensor], weakref.ref[Saved]], ...] = ()
+        """Alias, version, owner of the version counter and handle, of each save."""
 
     def includes(self, t: Tensor) -> bool:
         """True if a copy that began before has the bytes of `t`, saved now: an earlier save has all of them, by the same
@@ -102,7 +83,7 @@ class LoopSlot:
         return any(
             alias._version == version == now and counter() is owner and alias.is_contiguous()
             and alias.numel() * alias.element_size() == self.storage.nbytes()
-            for alias, version, counter in self.saves
+            for alias, version, counter, _ in self.saves
         )  # fmt: skip
 
 
@@ -116,9 +97,10 @@ class Saved:
 
     def __init__(self, t: Tensor, slot: LoopSlot, hook: int) -> None:
         self.alias, self.version, self.hook, self.slot = t.detach(), t._version, hook, slot
-        self.tensor = weakref.ref(t)
-        self.counter = self.tensor if (base := t._base) is None else weakref.ref(base)
-        slot.saves.append((self.alias, self.version, self.counter))
+        self.tensor = self.counter = weakref.ref(t)
+        if (base := t._base) is not None:
+            self.counter = weakref.ref(base)
+        slot.saves += ((self.alias, self.version, self.counter, weakref.ref(self)),)
         node = t.grad_fn
         self.name, self.node_number = ("", -1) if node is None else (node.name(), node._sequence_nr())
         self.output_nr = t.output_nr
@@ -153,6 +135,16 @@ def _python_of(saved: Saved) -> Any:
 class StepLoop:
     """Loop over the rows of a program. A hook takes the executor's lock."""
 
+    __slots__ = (
+        "_abandoned", "_allocated", "_arenas", "_back", "_by_storage", "_claimed", "_compute", "_context", "_device", "_epoch",
+        "_events", "_grew", "_group", "_growths", "_held", "_home", "_hook_lock", "_is_record", "_kept", "_late", "_later",
+        "_metrics", "_min_bytes", "_nbytes", "_offset", "_out", "_protected", "_python", "_read_memory", "_reading", "_rows",
+        "_slots", "_storages", "_timed", "_under_copy", "bytes_reclaimed", "bytes_swapped_in", "bytes_swapped_out",
+        "cumulative", "fallbacks", "follows", "growth", "hook", "limit", "now", "operators", "peak", "prefetches", "seen",
+        "since", "taken",
+    )  # fmt: skip
+    # A dictionary of so many attributes takes a tenth of a hook's time more.
+
     def __init__(
         self, device: Device, context: SwapContext, protected: ProtectedStorages, min_bytes: int, hook_lock: HookLock,
         python: Mapping[str, Any],
@@ -162,9 +154,9 @@ class StepLoop:
         self._hook_lock = weakref.ref(hook_lock)
         self._context, self._out, self._back = context, context.out_queue.stream, context.back_queue.stream
         self._python, self._claimed, self._held = python, python["claimed"], context.held
-        self._metrics, self._kept = context.metrics, context.metrics.totals.kept_by_reason
-        self.follows = False
-        """True if the loop takes the next hook."""
+        self._metrics = context.metrics
+        self.follows = self._timed = False
+        """`follows`: True if the loop takes the next hook."""
         # Numbers of a step: set as the loop takes the hooks, and read afterwards.
         self.hook = -1
         """Latest hook that was done, here or by the executor."""
@@ -172,8 +164,12 @@ class StepLoop:
         self.peak = self.seen = 0
         self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
         self._read_memory = device.memory_reader()
-        self._abandoned: list[LoopSlot] = []
-        """Slots without a handle whose copy was under way as a capture began."""
+        self._reading: Sequence[int] = ()
+        """The latest: fields of a `MemoryReading`."""
+        self._events: list[Any] = []
+        """By storage: event at the end of its latest copy. Recorded again in each step."""
+        self._abandoned: list[tuple[LoopSlot, Event]] = []
+        """Slots without a handle whose copy was under way as a capture began, and the copy's end."""
         self._begin()
 
     def _begin(self, num_storages: int = 0) -> None:
@@ -182,15 +178,16 @@ class StepLoop:
         """By the id of the storage."""
         self._under_copy: dict[int, LoopSlot] = {}
         """Slots with a copy under way that compute does not wait for yet."""
-        self._saves: list[weakref.ref[Saved]] = []
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Storages that never left, by number."""
-        self._arenas: dict[int, tuple[Tensor, list[weakref.ref[LoopSlot]]]] = {}
-        """By group: host memory, and the slots with a copy there."""
+        self._storages: list[weakref.ref[torch.UntypedStorage] | None] = [None] * num_storages
+        """Storages that were saved and never left, by number."""
+        self._arenas: dict[int, Tensor] = {}
+        """Host memory by group."""
         self._late: list[Op] = []
         """Ops of earlier hooks: their storages' saving operators were not over. `_later`: those of this hook."""
         self._later: list[Op] = []
         self._growths: list[int] = []
+        self._kept: dict[str, int] = {}
+        """Tensors that stay, by reason."""
 
     # --- what autograd calls
 
@@ -202,16 +199,12 @@ class StepLoop:
 
         def hook(argument: Any) -> Any:
             done = None
-            of_loop = type(argument) is Saved
-            if of_loop and argument.python is not None:
-                argument, of_loop = argument.python, False
             if self.follows and not (num_modes() and tracer_is_on()):
                 with lock:
-                    is_given_back = of_loop and argument.python is not None  # while this waited
-                    if not is_given_back and self.follows:
-                        hook_lock.thread = get_ident()
+                    if self.follows:
+                        hook_lock.thread = thread = get_ident()
                         try:
-                            done = do(argument)
+                            done = do(argument, thread)
                         except RefusedCopy:
                             pass  # the executor does it
                         finally:
@@ -220,7 +213,7 @@ class StepLoop:
                     hook_lock.settle()
             if done is not None:
                 return done
-            if of_loop:
+            if type(argument) is Saved:
                 if argument.python is None:
                     come_back()
                 argument = _python_of(argument)
@@ -230,38 +223,42 @@ class StepLoop:
 
     # --- the two hooks, in the lock. None: the executor does it
 
-    def _save(self, t: Tensor) -> KeptTensor | Saved | None:
+    def _save(self, t: Tensor, thread: int) -> KeptTensor | Saved | None:
         hook, now = self.hook + 1, sequence_nr()
-        row = self._rows[hook]
-        kind = row.kind
-        if kind >= USE or get_ident() != self._home:
+        key, kind, number, ops, _, is_checked, ins = row = self._rows[hook]
+        if kind >= USE or thread != self._home:
             return None
         try:
-            if row.key != (type(t), t.shape, t.dtype, now - self.operators):
+            if key != (type(t), t.shape, t.dtype, now - self.operators):
                 return None
         except RuntimeError:  # a nested tensor has no shape
             return None
         reason = reason_to_stay(t, self._device, self._protected, self._min_bytes)
         if kind == KEPT:
-            if not reason or reason == "subclass" or not self._run(row, hook, moves=False):
+            if not reason or reason == "subclass":
                 return None
-            handle: KeptTensor | Saved | None = KeptTensor(t, (self._epoch, hook), by_reference=reason == "parameter")
-            self._kept[reason] += 1
+        elif reason:
+            return None
+        if (is_checked or ops or ins or self._late or self._held) and not self._run(row, hook, now):
+            return None
+        if kind == KEPT:
+            handle: KeptTensor | Saved | None = KeptTensor(t, (self._epoch, hook), now, reason == "parameter")
+            self._kept[reason] = self._kept.get(reason, 0) + 1
         else:
-            if reason or t.untyped_storage().nbytes() != self._nbytes[row.number] or not self._run(row, hook, moves=True):
-                return None
-            handle = self._move(t, row, hook, now)
+            handle = self._move(t, number, hook, now, is_first=kind == FIRST)
             if handle is None:
                 return None
         self.hook, self.operators = hook, now
-        if row.ins:
-            self._prefetch(row)
+        if ins:
+            self._prefetch(ins)
         return handle
 
-    def _move(self, t: Tensor, row: Row, hook: int, now: int) -> Any:
+    def _move(self, t: Tensor, number: int, hook: int, now: int, *, is_first: bool) -> Any:
         """Return the handle of a tensor that the plan may move. Note [Identity]."""
-        storage, number, is_first = t.untyped_storage(), row.number, row.kind == FIRST
-        key, slot = id(storage), None if (ref := self._slots[number]) is None else ref()
+        storage, ref = t.untyped_storage(), self._slots[number]
+        if storage.nbytes() != self._nbytes[number]:
+            return None
+        key, slot = id(storage), None if ref is None else ref()
         if is_first and (
             slot is not None or key in self._claimed or (key in self._by_storage and self._by_storage[key]() is not None)
         ):
@@ -275,61 +272,62 @@ class StepLoop:
         if slot is None or slot.storage is not storage or (slot.state != ON_DEVICE and not slot.includes(t)):
             return None  # a copy may lack these bytes
         slot.operators = now
-        saved = Saved(t, slot, hook)
-        self._saves.append(weakref.ref(saved))
-        return saved
+        return Saved(t, slot, hook)
 
-    def _use(self, handle: Any) -> Tensor | None:
+    def _use(self, handle: Any, thread: int) -> Tensor | None:
         """`handle`: of the loop, or the executor's."""
         hook = self.hook + 1
-        row = self._rows[hook]
-        if row.kind != USE:
+        key, kind, _, ops, _, is_checked, ins = row = self._rows[hook]
+        if kind != USE:
             return None
-        if type(handle) is Saved:
-            slot, alias = handle.slot, handle.alias
-            if handle.hook != row.key or alias._version != handle.version or not self._run(row, hook, moves=True):
+        of: Any = type(handle)
+        t: Tensor | None = None
+        if of is Saved and handle.python is not None:
+            handle = handle.python
+            of = type(handle)
+        if of is KeptTensor:
+            t = handle.tensor  # as `HandOver.use_record`, without a call
+            if handle.saved_at != (self._epoch, key) or handle.tensor._version != handle.expected:
                 return None
+        elif of is Saved and (handle.hook != key or handle.alias._version != handle.version):
+            return None
+        if is_checked or ops or ins or self._late or self._held or of is not KeptTensor:
+            # Another thread knows no later operator of the forward than the one that saved last.
+            running = sequence_nr() if thread == self._home else self.operators
+            if not self._run(row, hook, running):
+                return None
+        if of is Saved:
+            slot = handle.slot
             if slot.state == ON_HOST:
                 return None  # room has to be made
             if slot.state == ARRIVING:
-                self._wait(slot, "in")  # Note [Swap-in]: the copy back -> the node that reads it
+                self._wait(slot.number, "in")  # Note [Swap-in]: the copy back -> the node that reads it
                 slot.state = RESTORED
             handle.used_in = slot.arrivals
-            t: Tensor | None = alias.detach()  # a new reference for each user: the use count then shows every holder
-        elif type(handle) is KeptTensor:
-            t = handle.tensor  # as `HandOver.use_record`, without a call
-            if handle.saved_at != (self._epoch, row.key) or t._version != handle.expected:
-                return None
-            if not self._run(row, hook, moves=False):
-                return None
-        else:
-            t = self._python["use_record"](handle, row.key) if self._run(row, hook, moves=True) else None
-            if t is None:
-                return None
+            t = handle.alias.detach()  # a new reference for each user: the use count then shows every holder
+        elif of is not KeptTensor:
+            t = self._python["use_record"](handle, key)
+        if t is None:
+            return None
         self.hook = hook
-        if row.ins:
-            self._prefetch(row)
+        if ins:
+            self._prefetch(ins)
         return t
 
     # --- the ops
 
-    def _run(self, row: Row, hook: int, *, moves: bool) -> bool:
-        """Do what is due before the hook's own storage is used. Returns False if the executor must do this hook."""
-        late, held = self._late, self._held
-        if not (moves or row.is_checked or row.ops or row.ins or late or held):
-            return True
+    def _run(self, row: Row, hook: int, running: int) -> bool:
+        """Do what is due before the hook's own storage is used. Returns False if the executor must do this hook.
+
+        An op waits until the operator that saved its storage is over, and that of this hook, if that saves it again.
+        `running`: number of the operator that may be running. Earlier ones are over.
+        """
         if not self._compute.is_current():
             return False  # another stream or device, or a capture
-        if (row.ops or late or held) and not self._carry_out(row, hook):
-            return False
-        return not row.is_checked or self._check(row, hook)
-
-    def _carry_out(self, row: Row, hook: int) -> bool:
-        """Execute the late ops, then the row's. An op waits until the operator that saved its storage is over, and that of this
-        hook, if that saves it again. Returns False if the host has no memory for a copy."""
+        _, kind, own, ops, growth, is_checked, _ = row
         of_records: list[Op] = []
-        slots, self._later = self._slots, []
-        for op in (*self._late, *row.ops) if self._late else row.ops:
+        slots = self._slots
+        for op in (*self._late, *ops) if self._late else ops:
             code, number, nbytes = op
             if self._is_record[number]:
                 of_records.append(op)
@@ -341,20 +339,21 @@ class StepLoop:
             if slot is None:
                 continue
             if slot.state == ON_DEVICE:
-                if (number == row.number and row.kind == AGAIN) or not self._is_over(slot):
+                if (number == own and kind == AGAIN) or slot.operators >= running:  # Note [Swap-out]
                     self._later.append((OUT, number, nbytes))
                 elif not self._out_of(slot, nbytes):
                     return False
             if code != OUT and slot.state == LEAVING:
-                self._wait(slot, "out")  # Note [Reclaim]: its copy -> the next owner of its memory
+                self._wait(number, "out")  # Note [Reclaim]: its copy -> the next owner of its memory
                 self.bytes_reclaimed += nbytes
                 self._let_go(slot)
             elif code == RELEASE and slot.state == RESTORED:
                 self._let_go(slot)
         if of_records or self._held:
             self._do(of_records, hook)
-        self._late, self._later = self._later, []
-        return True
+        if self._late or self._later:
+            self._late, self._later = self._later, []
+        return not is_checked or self._check(hook, growth, is_compared=own >= 0)
 
     def _do(self, of_records: list[Op], hook: int) -> None:
         """Let the executor do these ops in their turn, because the link copies in the plan's order."""
@@ -362,149 +361,162 @@ class StepLoop:
         self.taken += taken
         self._later += late
 
-    def _is_over(self, slot: LoopSlot) -> bool:
-        """True if the operator that saved it last is over, as `SwapOuts.is_over`. Note [Swap-out]."""
-        return slot.operators < (sequence_nr() if get_ident() == self._home else self.operators)
-
     def _out_of(self, slot: LoopSlot, nbytes: int) -> bool:
         """Begin the copy out, unless it would be of no use. Returns False if the host has no memory for it."""
-        if slot.storage.nbytes() != nbytes or not slot.has_unwritten():
+        for alias, version, *_ in slot.saves:
+            if alias._version == version:
+                break
+        else:
+            return True  # each was written to since, so that its use will raise
+        if slot.storage.nbytes() != nbytes:
             return True
-        if slot.host is None and not self._has_place(slot):
+        group = self._group[slot.number]
+        if group not in self._arenas and not self._take(group):
             return False
         self._copy(slot, out=True)
         slot.state = LEAVING
         self.bytes_swapped_out += nbytes
         return True
 
-    def _has_place(self, slot: LoopSlot) -> bool:
-        """Have host memory for the copy. Returns False if there is none."""
-        group, arenas = self._group[slot.number], self._arenas
-        if group not in arenas:
-            empty = [other for other, (_, slots) in arenas.items() if all(ref() is None for ref in slots)]
-            for other in empty:
-                del arenas[other]
-            buffer = self._python["take"](group, empty)
-            if buffer is None:
-                return False
-            arenas[group] = buffer, []
-        slot.host, users = arenas[group]
-        slot.offset = self._offset[slot.number]
-        users.append(weakref.ref(slot))
-        return True
+    def _take(self, group: int) -> bool:
+        """Take host memory for a group, and give back that of groups without a copy. Returns False if there is none."""
+        slots = [slot for ref in self._slots if ref is not None and (slot := ref()) is not None]
+        in_use = {self._group[slot.number] for slot in slots if slot.state != ON_DEVICE}
+        empty = [other for other in self._arenas if other not in in_use]
+        for other in empty:
+            del self._arenas[other]
+        buffer = self._python["take"](group, empty)
+        if buffer is not None:
+            self._arenas[group] = buffer
+        return buffer is not None
 
     def _copy(self, slot: LoopSlot, *, out: bool) -> None:
         """Hand over the copy out or back, behind all work of compute. Raises `RefusedCopy`."""
         # Note [Swap-out], [Swap-in]: what wrote or used the memory last -> the copy
-        stream, compute, storage = self._out if out else self._back, self._compute, slot.storage
-        host, offset = slot.host, slot.offset
+        stream, compute, storage, number = self._out if out else self._back, self._compute, slot.storage, slot.number
+        host, offset, events = self._arenas[self._group[number]], self._offset[number], self._events
         try:
             if not self._timed:
-                slot.done = stream.copy_behind(compute, storage, host, offset, out=out, again=slot.done)
+                events[number] = stream.copy_behind(compute, storage, host, offset, out=out, again=events[number])
             else:
                 stream.wait(compute.record())
                 start, nbytes = stream.record(timed=True), storage.nbytes()
                 stream.copy_storage(storage, host, part=slice(offset, offset + nbytes), out=out)
-                slot.done = stream.record(timed=True)
-                self._metrics.copied(start, slot.done, "out" if out else "in", nbytes)
+                events[number] = done = stream.record(timed=True)
+                self._metrics.copied(start, done, "out" if out else "in", nbytes)
         except RuntimeError as error:
             self._context.out_queue.synchronize()  # what was begun may run without an event at its end
             raise RefusedCopy(str(error)) from None
-        self._under_copy[slot.number] = slot
+        self._under_copy[number] = slot
 
-    def _wait(self, slot: LoopSlot, direction: Direction) -> None:
+    def _wait(self, number: int, direction: Direction) -> None:
         """Order compute after the latest copy of a storage."""
+        done = self._events[number]
         if not self._timed:
-            self._compute.wait(slot.done)
-        elif direction == "out" or not slot.done.query():
-            self._metrics.wait(self._compute, slot.done, direction)
-        del self._under_copy[slot.number]
+            self._compute.wait(done)
+        elif direction == "out" or not done.query():
+            self._metrics.wait(self._compute, done, direction)
+        del self._under_copy[number]
 
-    def _let_go(self, slot: LoopSlot) -> None:
-        """Let the memory go, as the host has the bytes. If others refer to the storage, each hook tries again."""
-        if slot.is_alone():
-            self._empty(slot)
+    def _let_go(self, slot: LoopSlot, *, is_alone: bool = False) -> None:
+        """Let the memory go, as the host has the bytes. If others refer to the storage, each hook tries again. `is_alone`: no
+        others do."""
+        if is_alone or (held_alone(slot, len(slot.saves)) and slot.storage.resizable()):
+            self._compute.resize(slot.storage, 0)
+            slot.state = ON_HOST
+            self._storages[slot.number] = None
         else:
             slot.state = RESTORED
             self._later.append((RELEASE, slot.number, self._nbytes[slot.number]))
 
-    def _empty(self, slot: LoopSlot) -> None:
-        self._compute.resize(slot.storage, 0)
-        slot.state = ON_HOST
-        self._storages.pop(slot.number, None)
-
-    def _prefetch(self, row: Row) -> None:
-        """Begin the row's copies back."""
-        for number in row.ins:
+    def _prefetch(self, numbers: Sequence[int]) -> None:
+        """Begin copies back, as far as there is memory: uses bring the others back."""
+        for number in numbers:
             if self._is_record[number]:
                 self.taken += self._python["fetch"](number)
-            elif (ref := self._slots[number]) is not None and (slot := ref()) is not None and slot.state == ON_HOST:
-                self._copy_back(slot, self._nbytes[number])
+                continue
+            slot = None if (ref := self._slots[number]) is None else ref()
+            if slot is None or slot.state != ON_HOST:
+                continue
+            nbytes = self._nbytes[number]
+            try:
+                self._compute.resize(slot.storage, nbytes)
+                self._back.wait(self._events[number])  # Note [Swap-in]: the copy out -> the copy back
+                self._copy(slot, out=False)
+            except torch.OutOfMemoryError:
+                continue
+            except RefusedCopy:
+                self._let_go(slot, is_alone=True)
+                self.fallbacks += 1
+                continue
+            slot.state = ARRIVING
+            slot.arrivals += 1
+            self.taken += self._allocated[number]
+            self.bytes_swapped_in += nbytes
+            self.prefetches += 1
 
-    def _copy_back(self, slot: LoopSlot, nbytes: int) -> None:
-        try:
-            self._compute.resize(slot.storage, nbytes)
-        except torch.OutOfMemoryError:
-            return  # its use brings it back
-        try:
-            self._back.wait(slot.done)  # Note [Swap-in]: the copy out -> the copy back
-            self._copy(slot, out=False)
-        except RefusedCopy:
-            self._empty(slot)
-            self.fallbacks += 1
-            return
-        slot.state = ARRIVING
-        slot.arrivals += 1
-        self.taken += allocated_size(nbytes)
-        self.bytes_swapped_in += nbytes
-        self.prefetches += 1
+    def _check(self, hook: int, growth: int, *, is_compared: bool) -> bool:
+        """Read memory. Returns False if room has to be made, somebody has reset the readings, or the plan is given up.
 
-    def _check(self, row: Row, hook: int) -> bool:
-        """Read memory. Returns False if room has to be made, somebody has reset the readings, or the plan is given up."""
-        now, cumulative, peak, *unused = self._read_memory()
-        if now + row.growth > self.limit or cumulative < self.cumulative or peak < self.peak:
+        `growth`: bytes until the next check. `is_compared`: whether growth so far is compared with the cached step's.
+        """
+        last, reading = self._reading, self._read_memory()
+        now, cumulative, peak, unused = reading
+        if now + growth > self.limit or cumulative < last[1] or peak < last[2]:
             return False
-        grew, seen = max(0, cumulative - self.cumulative - self.taken), now - unused[0] if unused else now
+        grew = max(0, cumulative - last[1] - self.taken)
+        self._reading, self.taken = reading, 0
         self._growths.append(grew)
-        self.growth += grew
-        self.cumulative, self.taken, self.now, self.peak, self.seen = cumulative, 0, now, peak, max(self.seen, seen)
+        grew += self.growth
+        self.seen = max(self.seen, now - unused)
         if self._timed:
-            self._metrics.memory.append((self._device.host_us, seen))
-        if row.number < 0 or hook == self.since:
+            self._metrics.memory.append((self._device.host_us, now - unused))
+        since = self.since
+        if not is_compared or hook == since:
+            self.growth = grew
             return True
-        since, self.since, growth, self.growth = self.since, hook, self.growth, 0
-        return growth == self._grew[hook] or bool(self._python["grown"](since, growth, hook))
+        self.since, self.growth = hook, 0
+        return grew == self._grew[hook] or bool(self._python["grown"](since, grew, hook))
 
     # --- between the executor's state and this one
 
     def enter(self, program: Program, compute: Stream, is_record: list[bool], epoch: int) -> None:
         """Take the hooks behind `hook`. `is_record`: by storage, whether the executor has it, or will. `epoch`: the step."""
-        self._rows, self._grew, self._nbytes, self._group, self._offset = program
+        self._rows, self._grew, self._nbytes, self._allocated, self._group, self._offset = program
         self._compute, self._is_record, self._epoch, self._home = compute, is_record, epoch, get_ident()
+        self._reading = self.now, self.cumulative, self.peak, 0
+        self.settle(compute)
+        if self._timed:
+            self._events.clear()  # they are timed
         self._timed = self._metrics.timed
         self._begin(len(self._nbytes))
+        self._events += [None] * (len(self._nbytes) - len(self._events))
         self.follows = True
 
     def settle(self, compute: Stream) -> None:
         """Order `compute` after the copies of abandoned slots, and let go of them."""
-        for slot in self._abandoned:
-            compute.wait(slot.done)  # Note [Reclaim]: its copy -> the memory's next owner
+        for _, done in self._abandoned:
+            compute.wait(done)  # Note [Reclaim]: its copy -> the memory's next owner
         self._abandoned.clear()
 
     def give_back(self) -> dict[str, Any]:
         """Return all that the loop has, and follow no more: slots, saves in order, late ops, growths, and storages whose saves
         are gone and that others still hold."""
         self.follows = False
-        saves = [saved for ref in self._saves if (saved := ref()) is not None]
+        self.now, self.cumulative, self.peak, _ = self._reading
+        of_slots = [slot.saves for ref in self._slots if ref is not None and (slot := ref()) is not None]
+        saves = [saved for of_slot in of_slots for *_, ref in of_slot if (saved := ref()) is not None]
         slots = {saved.slot.number: saved.slot for saved in saves}
-        self._abandoned += [slot for number, slot in self._under_copy.items() if number not in slots]
+        self._abandoned += [(slot, self._events[n]) for n, slot in self._under_copy.items() if n not in slots]
         if not self._device.capturing():  # a capture may not wait for what began before it
             self.settle(self._compute)
+        running, stays = sequence_nr() if get_ident() == self._home else self.operators, self._storages
+        gone = [ref for n, ref in enumerate(stays) if n not in slots and ref is not None]
         told = {
-            "slots": [(n, s.state, s.operators, self._is_over(s), n not in self._storages) for n, s in sorted(slots.items())],
+            "slots": [(n, s.state, s.operators, s.operators < running, not stays[n]) for n, s in sorted(slots.items())],
             "all_saves": [saved.told() for saved in saves],
-            "outlived": [storage for n, ref in self._storages.items() if n not in slots and (storage := ref()) is not None],
-            "late": [*self._late, *self._later], "growths": self._growths, "kept": [],
+            "outlived": [storage for ref in gone if (storage := ref()) is not None],
+            "late": [*self._late, *self._later], "growths": self._growths, "kept": self._kept,
         }  # fmt: skip
         self._begin()
         return told

@@ -62,9 +62,9 @@ def installed(root: Path, *, distributions: tuple[str, ...]) -> str:
 _ON_STAND_IN = "for each save that moves, {} for its use (on the CUDA stand-in, docs/measure.md)"
 _WITHOUT = {
     "reclaim": "memory comes back at autograd's hooks, not inside of an allocation",
-    "memory": "18 us more " + _ON_STAND_IN.format("19"),
+    "memory": "16 us more " + _ON_STAND_IN.format("16"),
     "notes": "14.5 us more for each operator of a step that recomputes (docs/using.md)",
-    "loop": "42 us more " + _ON_STAND_IN.format("23.4"),
+    "loop": "18.3 us more " + _ON_STAND_IN.format("11.6"),
 }
 """Cost of the lack of each helper."""
 

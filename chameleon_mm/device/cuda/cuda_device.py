@@ -61,8 +61,8 @@ def pci_id(about: Any) -> str | None:
 
 # --- Bytes allocated by torch's caching allocator on a GPU: read by the C++ helper `memory` if it is built, else by torch
 
-Reading = tuple[int, int, int]
-"""Allocated bytes: now; in total; at the peak. The last two count since the process began or since a reset in torch."""
+Reading = tuple[int, int, int, int]
+"""Fields of a `MemoryReading`. Total and peak count since the process began or since a reset in torch."""
 
 
 def reader(index: int) -> Callable[[], Reading]:
@@ -84,7 +84,7 @@ def torch_reader(index: int) -> Reading:
     """Read with torch alone, which builds dictionaries of all the allocator's counters."""
     # The nested form: torch.cuda.memory_allocated and similar calls flatten and sort a hundred keys to return one of them.
     found = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
-    return int(found["current"]), int(found["allocated"]), int(found["peak"])
+    return int(found["current"]), int(found["allocated"]), int(found["peak"]), 0
 
 
 # --- CuPy's binding of the CUDA runtime, if usable, and the calls that page-lock host memory
@@ -310,14 +310,14 @@ class CudaDevice:
         # that only a reset makes the reading smaller.
         counted = self._counted
         before_resets, last = counted
-        now, ever, peak = self._read_allocated()
+        now, ever, peak, _ = self._read_allocated()
         if ever < last:
             before_resets += last
         if self._counted is counted:  # else a later reading was counted meanwhile
             self._counted = before_resets, ever
         return MemoryReading(now, before_resets + ever, peak)
 
-    def memory_reader(self) -> Callable[[], tuple[int, int, int]]:
+    def memory_reader(self) -> Callable[[], Reading]:
         return self._read_allocated
 
     def peak_allocated_bytes(self) -> int:

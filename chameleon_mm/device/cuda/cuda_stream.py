@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.packing import check_ends, check_host, check_packed, check_storage, check_sum
+from chameleon_mm.device.packing import check_ends, check_packed, check_storage, check_sum, host_is_short
 from chameleon_mm.device.protocols import Event, Stream
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
+_DEFAULT_STREAM = 0  # the handle of the device's default stream, which cannot be captured
 
 
 class CudaEvent(torch._C._CudaEventBase):
@@ -55,7 +56,7 @@ class CudaStream:
     """Wrapper of a `torch.cuda.Stream`, which is made current only during a single allocation, copy or kernel."""
 
     def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
-        self._device = device
+        self._device, self._index = device, device.index
         self.name = name
         self.handle = int(raw.cuda_stream)
         self.raw = raw
@@ -74,7 +75,10 @@ class CudaStream:
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Resize as `Stream.resize` does, with a block of the caching allocator on this stream."""
-        with self._as_current():
+        if nbytes == 0 or torch._C._cuda_getCurrentRawStream(self._index) == self.handle:
+            storage.resize_(nbytes)  # on the storage's device. Memory that is let go of is the stream's that it came from
+            return
+        with torch.cuda.stream(self.raw):
             storage.resize_(nbytes)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
@@ -95,7 +99,8 @@ class CudaStream:
     ) -> CudaEvent:
         assert isinstance(owner, CudaStream)
         event, nbytes = again, storage.nbytes()
-        check_host(host, offset + nbytes)
+        if host.numel() < offset + nbytes:
+            raise host_is_short(host, offset + nbytes)
         if type(event) is not CudaEvent:
             event = CudaEvent.new()
         event.record(owner.raw)
@@ -149,7 +154,7 @@ class CudaStream:
 
     def _as_current(self) -> AbstractContextManager[Any]:
         """Context that makes this stream and its device current, so that kernels start there. Does nothing if they are."""
-        index = self._device.index
+        index = self._index
         is_current = torch._C._cuda_getCurrentRawStream(index) == self.handle and torch._C._cuda_getDevice() == index
         return _NOTHING if is_current else torch.cuda.stream(self.raw)
 
@@ -159,11 +164,12 @@ class CudaStream:
         return event
 
     def is_current(self) -> bool:
-        current = torch._C._cuda_getCurrentRawStream(self._device.index)
-        return current == self.handle and not torch._C._cuda_isCurrentStreamCapturing()
+        if torch._C._cuda_getCurrentRawStream(self._index) != self.handle:
+            return False
+        return self.handle == _DEFAULT_STREAM or not torch._C._cuda_isCurrentStreamCapturing()
 
     def wait(self, event: Event) -> None:
-        if not isinstance(event, CudaEvent):
+        if type(event) is not CudaEvent:
             raise TypeError(f"wait: expected an event of a CUDA stream, got {type(event).__name__}: use one device throughout")
         event.wait(self.raw)
 

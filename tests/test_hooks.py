@@ -20,10 +20,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.swap.calling_thread import annotation
+from chameleon_mm.swap.classify import ProtectedStorages, reason_to_stay
 from tests._programs import assert_same, deep, leaf
 from tests._random_models import far_ahead
 
@@ -155,6 +157,34 @@ def test_what_is_no_plain_tensor_is_kept(sim: cm.SimDevice) -> None:
         torch.vmap(torch.sin)(x).sum().backward()
         assert x.grad is not None
         assert torch.equal(x.grad, torch.ones(2, 4).cos())
+
+
+def kept_in_a_step(device: Device, *, plans: bool) -> dict[str, int]:
+    """Return the tensors that stay in a fourth step, by reason."""
+    with cm.SwapSession(device=device, plans=plans, min_bytes=256) as session:
+        model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 64, bias=False)).to(device.torch_device)
+        weight, x = torch.ones(64, 64, requires_grad=True), torch.ones(4, 8)
+        weight, x = (t.to(device.torch_device).detach().requires_grad_() for t in (weight, x))
+        counts = []
+        for _ in range(4):
+            with session.step():
+                (model(x) @ weight.t()).sin().sum().backward()
+            counts.append(Counter(session.report().kept_by_reason))
+    return dict(counts[3] - counts[2])
+
+
+def test_the_loop_counts_what_stays_as_the_executor_does(device: Device) -> None:
+    kept = kept_in_a_step(device, plans=True)
+    assert kept == kept_in_a_step(device, plans=False)
+    assert kept.keys() == {"leaf", "parameter", "persistent", "small"}
+
+
+def test_a_view_of_a_parameter_of_a_subclass_stays_and_nothing_is_copied_by_asking(sim: cm.SimDevice) -> None:
+    view = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4))).t()
+    shared = torch._lazy_clone(torch.ones(64))
+    assert reason_to_stay(view, sim, ProtectedStorages(), 1) == "parameter"
+    assert not reason_to_stay(shared, sim, ProtectedStorages(), 1)
+    assert torch._C._is_cow_tensor(shared)
 
 
 # --- the path of a hook of a planned step

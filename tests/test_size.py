@@ -16,7 +16,7 @@ MOST_LIBRARY_LINES = 35_332
 MOST_BENCH_AND_KERNELS_LINES = 5_897
 """Python of `bench` and `kernels`."""
 
-MOST_TEST_LINES = 58_035
+MOST_TEST_LINES = 58_065
 """Python and C++ of `tests`, the CUDA stand-in included."""
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -196,8 +196,8 @@ class Device(Protocol):
         """Read the memory counters in one call into the allocator. Cheap enough for a hook."""
 
     def memory_reader(self) -> Callable[[], Sequence[int]]:
-        """Return a function that reads memory at less cost: the fields of a `MemoryReading`, without the last one if that is 0.
-        The cumulative count lacks `cumulative_offset` bytes, and is lower after a reset of the device's statistics."""
+        """Return a function that reads memory at less cost: the fields of a `MemoryReading`. The cumulative count
+        lacks `cumulative_offset` bytes, and is lower after a reset of the device's statistics."""
 
     def cumulative_offset(self) -> int:
         """Bytes of the cumulative count from before the latest reset of the device's statistics."""

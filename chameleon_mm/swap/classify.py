@@ -57,19 +57,17 @@ def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_
     kind = type(t)
     # The class is tested first, because `isinstance(t, Parameter)` runs a slow check in Python.
     if kind is not Tensor:
-        if kind is Parameter or isinstance(t, Parameter):
+        if kind is Parameter or isinstance(t, Parameter) or isinstance(t._base, Parameter):
             return "parameter"
         return "leaf" if t.is_leaf and t.requires_grad else "subclass"
     try:
         storage = t.untyped_storage()
         nbytes = storage.nbytes()
+    except RuntimeError:  # none: sparse tensors, and those of functorch and of torch.autograd.functional
+        storage = None
+    else:
         if nbytes < min_bytes:
             return "small" if nbytes else "empty"
-        storage.data_ptr()
-    except RuntimeError:
-        # Without memory: sparse tensors; those of functorch, of functionalization, and of torch.autograd.functional; zeros that
-        # are never written, such as those of a dual tensor without a tangent in forward-mode differentiation.
-        storage = None
     # A view is classified by its base. Moving a view of a leaf frees nothing, and FSDP2 may free it (a parameter's local part).
     # A view of an activation may itself be a leaf if a custom function's forward made it (the local part of a `DTensor`).
     holder = t
@@ -89,6 +87,10 @@ def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_
         return "layout"
     if not device.owns(t):
         return "other_device"
+    # Two kinds have no memory: tensors of functionalization, and zeros that are never written, such as those of a dual tensor
+    # without a tangent in forward-mode differentiation. The question copies no memory that is copied on write.
+    if nbytes and not torch._C._data_address(t):
+        return "no_storage"
     if base is not None and t.requires_grad and not base.requires_grad and is_part_of_parameter(t):
         return "parameter"
     # A storage that torch did not allocate cannot be freed.

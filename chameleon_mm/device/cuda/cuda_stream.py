@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
-_DEFAULT_STREAM = 0  # the handle of the device's default stream, which cannot be captured
 
 
 class CudaEvent(torch._C._CudaEventBase):
@@ -164,9 +163,8 @@ class CudaStream:
         return event
 
     def is_current(self) -> bool:
-        if torch._C._cuda_getCurrentRawStream(self._index) != self.handle:
-            return False
-        return self.handle == _DEFAULT_STREAM or not torch._C._cuda_isCurrentStreamCapturing()
+        current = torch._C._cuda_getCurrentRawStream(self._index)
+        return current == self.handle and not torch._C._cuda_isCurrentStreamCapturing()  # of the current device, if another's
 
     def wait(self, event: Event) -> None:
         if type(event) is not CudaEvent:

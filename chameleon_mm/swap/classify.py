@@ -89,7 +89,7 @@ def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_
         return "other_device"
     # Two kinds have no memory: tensors of functionalization, and zeros that are never written, such as those of a dual tensor
     # without a tangent in forward-mode differentiation. The question copies no memory that is copied on write.
-    if nbytes and not torch._C._data_address(t):
+    if nbytes and not torch._C._data_address(t):  # type: ignore[attr-defined]  # torch declares it in no stub
         return "no_storage"
     if base is not None and t.requires_grad and not base.requires_grad and is_part_of_parameter(t):
         return "parameter"

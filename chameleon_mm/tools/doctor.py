@@ -62,9 +62,9 @@ def installed(root: Path, *, distributions: tuple[str, ...]) -> str:
 _ON_STAND_IN = "for each save that moves, {} for its use (on the CUDA stand-in, docs/measure.md)"
 _WITHOUT = {
     "reclaim": "memory comes back at autograd's hooks, not inside of an allocation",
-    "memory": "16 us more " + _ON_STAND_IN.format("16"),
+    "memory": "17 us more " + _ON_STAND_IN.format("18"),
     "notes": "14.5 us more for each operator of a step that recomputes (docs/using.md)",
-    "loop": "18.3 us more " + _ON_STAND_IN.format("11.6"),
+    "loop": "19.8 us more " + _ON_STAND_IN.format("12.4"),
 }
 """Cost of the lack of each helper."""
 

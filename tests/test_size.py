@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-MOST_LIBRARY_LINES = 35_332
+MOST_LIBRARY_LINES = 35_331
 """Python of `chameleon_mm`, without `bench` and `kernels`."""
 
 MOST_BENCH_AND_KERNELS_LINES = 5_897

@@ -42,7 +42,7 @@ constexpr std::string_view PYTHON_NODE = "N5torch8autograd6PyNodeE";  // the typ
 enum Kind { KEPT, FIRST, AGAIN, USE, END };                      // as in plan/step_program.py
 enum Code { RECLAIM, RELEASE, OUT };                             // the same
 enum State { ON_DEVICE, LEAVING, ON_HOST, ARRIVING, RESTORED };  // as in swap/host_copy.py
-constexpr const char* REASONS[] = {"parameter", "leaf", "persistent", "small", "empty"};
+constexpr const char* REASONS[] = {"parameter", "leaf", "persistent", "small", "empty"};  // as the first of Reason
 enum Reason { PARAMETER, LEAF, PERSISTENT, SMALL, EMPTY, NUM_REASONS, NONE, UNKNOWN };  // to stay; NONE: it may move; UNKNOWN: Python has to look
 
 struct Left : std::exception {};                                              // another thread had all given back
@@ -186,10 +186,10 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
 
   // --- the ops
 
-  bool is_current() const {  // the default stream cannot be captured
+  bool is_current() const {
     const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
     const auto device = guard.getDevice();
-    return device.index() == index && guard.getStream(device).native_handle() == compute && (compute == nullptr || !is_capturing(compute));
+    return device.index() == index && guard.getStream(device).native_handle() == compute && !is_capturing(compute);
   }
   bool is_over(const Slot& slot) const {  // Note [Swap-out]; as `SwapOuts.is_over`
     return slot.operators < (PyThread_get_thread_ident() == home ? (int64_t)at::sequence_number::peek() : operators);
@@ -342,7 +342,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     if (holder.requires_grad() && holder.is_leaf()) return LEAF;
     if (has(safe, storage)) return PERSISTENT;
     const bool is_plain = t.layout() == at::kStrided && t.is_cuda() && t.get_device() == index && !t._is_zerotensor();
-    return is_plain && t.requires_grad() <= holder.requires_grad() && storage.unsafeGetStorageImpl()->resizable() ? NONE : UNKNOWN;
+    return is_plain && !(t.requires_grad() && !holder.requires_grad()) && storage.unsafeGetStorageImpl()->resizable() ? NONE : UNKNOWN;
   }
   // As `StepLoop._move`. Null or None: Python has to do it.
   py::object move(const at::Tensor& t, const at::Tensor& holder, const Row& row, int64_t operators_now) {

@@ -51,9 +51,12 @@ def check_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
         )
 
 
-def host_is_short(host: Tensor, nbytes: int) -> ValueError:
-    """Error for a copy of `nbytes` to or from a smaller `host`."""
-    return ValueError(f"copy_behind: expected {nbytes} bytes or more of host memory, got {host.numel()}: give a larger buffer")
+def check_host(host: Tensor, nbytes: int) -> None:
+    """Raise `ValueError` if `host` has fewer than `nbytes`."""
+    if host.numel() < nbytes:
+        raise ValueError(
+            f"copy_behind: expected {nbytes} bytes or more of host memory, got {host.numel()}: give a larger buffer"
+        )
 
 
 def check_packed(what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int], on: torch.device) -> None:

@@ -234,10 +234,7 @@ class KeptTensor:
 
     __slots__ = ("__weakref__", "_origin", "expected", "relied", "saved_at", "tensor")
 
-    def __init__(
-        self, t: Tensor, saved_at: tuple[int, int] = _NOWHERE, operators: int | None = None, by_reference: bool = False
-    ) -> None:  # fmt: skip
-        """`operators`: the thread's `sequence_nr()`, if known. `by_reference`: hold it so, whatever it is."""
+    def __init__(self, t: Tensor, saved_at: tuple[int, int] = _NOWHERE, by_reference: bool = False) -> None:
         self.saved_at = saved_at
         """Step and hook number of the save."""
         self.relied: Relied | None = None
@@ -251,8 +248,7 @@ class KeptTensor:
         node, may_be_result = t.grad_fn, t._base is not None
         if node is not None and not may_be_result:
             # A C++ node takes its sequence number right before it saves; the node of a Python function perhaps much earlier.
-            saving = (sequence_nr() if operators is None else operators) - 1
-            may_be_result = node._sequence_nr() == saving or bool(type(node).__flags__ & HEAP_TYPE)
+            may_be_result = node._sequence_nr() == sequence_nr() - 1 or bool(type(node).__flags__ & HEAP_TYPE)
         if may_be_result:
             self.tensor, self._origin = t.detach(), Origin(t)
 

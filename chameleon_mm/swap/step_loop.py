@@ -167,7 +167,7 @@ class StepLoop:
         self._reading: Sequence[int] = ()
         """The latest: fields of a `MemoryReading`."""
         self._events: list[Any] = []
-        """By storage: event at the end of its latest copy. Recorded again in each step."""
+        """Event at the end of each storage's latest copy, by number. It is recorded again in each step."""
         self._abandoned: list[tuple[LoopSlot, Event]] = []
         """Slots without a handle whose copy was under way as a capture began, and the copy's end."""
         self._begin()
@@ -242,7 +242,8 @@ class StepLoop:
         if (is_checked or ops or ins or self._late or self._held) and not self._run(row, hook, now):
             return None
         if kind == KEPT:
-            handle: KeptTensor | Saved | None = KeptTensor(t, (self._epoch, hook), now, reason == "parameter")
+            by_reference = reason == "parameter"
+            handle: KeptTensor | Saved | None = KeptTensor(t, (self._epoch, hook), by_reference)
             self._kept[reason] = self._kept.get(reason, 0) + 1
         else:
             handle = self._move(t, number, hook, now, is_first=kind == FIRST)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.packing import check_ends, check_packed, check_storage, check_sum, host_is_short
+from chameleon_mm.device.packing import check_ends, check_host, check_packed, check_storage, check_sum
 from chameleon_mm.device.protocols import Event, Stream
 
 if TYPE_CHECKING:
@@ -61,12 +61,8 @@ class CudaStream:
         self.raw = raw
 
     def alloc(self, nbytes: int) -> Tensor:
-        """Allocate as `Stream.alloc` does. If this is the current stream, the usual case, no stream switch is needed."""
-        current = self._device.current_stream()
-        scope: AbstractContextManager[Any] = (
-            nullcontext() if current.raw.stream_id == self.raw.stream_id else torch.cuda.stream(self.raw)
-        )
-        with scope:
+        """Allocate as `Stream.alloc` does, with a block of the caching allocator on this stream."""
+        with self._for_allocation():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def free(self, buffer: Tensor) -> None:
@@ -74,10 +70,10 @@ class CudaStream:
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Resize as `Stream.resize` does, with a block of the caching allocator on this stream."""
-        if nbytes == 0 or torch._C._cuda_getCurrentRawStream(self._index) == self.handle:
-            storage.resize_(nbytes)  # on the storage's device. Memory that is let go of is the stream's that it came from
+        if nbytes == 0:
+            storage.resize_(0)  # the memory goes to the stream that it came from
             return
-        with torch.cuda.stream(self.raw):
+        with self._for_allocation():
             storage.resize_(nbytes)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
@@ -98,8 +94,7 @@ class CudaStream:
     ) -> CudaEvent:
         assert isinstance(owner, CudaStream)
         event, nbytes = again, storage.nbytes()
-        if host.numel() < offset + nbytes:
-            raise host_is_short(host, offset + nbytes)
+        check_host(host, offset + nbytes)
         if type(event) is not CudaEvent:
             event = CudaEvent.new()
         event.record(owner.raw)
@@ -150,6 +145,11 @@ class CudaStream:
         else:
             with torch.cuda.stream(self.raw):
                 dst.copy_(src, non_blocking=True)
+
+    def _for_allocation(self) -> AbstractContextManager[Any]:
+        """Context in which torch allocates on this stream. Torch makes the device current itself."""
+        is_current = torch._C._cuda_getCurrentRawStream(self._index) == self.handle
+        return _NOTHING if is_current else torch.cuda.stream(self.raw)
 
     def _as_current(self) -> AbstractContextManager[Any]:
         """Context that makes this stream and its device current, so that kernels start there. Does nothing if they are."""

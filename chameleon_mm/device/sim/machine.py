@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.operators import touched_bytes
-from chameleon_mm.device.packing import add_by_operators, check_ends, check_packed, check_storage, check_sum, host_is_short
+from chameleon_mm.device.packing import add_by_operators, check_ends, check_host, check_packed, check_storage, check_sum
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel
 from chameleon_mm.units import allocated_size, format_size
@@ -354,8 +354,7 @@ class SimStream:
     def copy_behind(
         self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, offset: int, *, out: bool, again: Event | None = None
     ) -> SimEvent:
-        if host.numel() < offset + storage.nbytes():
-            raise host_is_short(host, offset + storage.nbytes())
+        check_host(host, offset + storage.nbytes())
         self.wait(owner.record())  # all work of `owner` so far -> the copy
         self.copy_storage(storage, host, part=slice(offset, offset + storage.nbytes()), out=out)
         return self.record()

@@ -178,7 +178,7 @@ def test_what_was_restored_goes_where_the_budget_is_passed_already() -> None:
         with session:
             loss = model(x).sum()
             executor = session._executor
-            executor.budget.reclaim_all(())
+            executor.budget._reclaim_until(lambda: False, ())
             away = [saved for saved in executor.registry.all() if saved.state is State.ON_HOST]
             assert len(away) > 3
             for saved in away:
@@ -291,7 +291,7 @@ def test_what_is_still_saved_keeps_its_pinned_memory_until_it_is_used() -> None:
         with cm.SwapSession("64MiB", "32MiB", device, MIN_BYTES, plans=False) as session:
             with session.step():
                 loss = first(x).square().mean()
-            session._executor.budget.reclaim_all(())
+            session._executor.budget._reclaim_until(lambda: False, ())
             held = session.pool.stats()
             assert held.num_live > 3
             session.host_budget = 1 * MIB

@@ -100,7 +100,7 @@ def test_it_is_raised_at_the_next_entry_and_once(entry: str, sim: cm.SimDevice, 
     else:
         body()
     assert session.report().bytes_swapped_in > 0
-    assert session.pool.stats().num_live == len(session._executor.registry) == 0
+    assert session.pool.stats().num_live == len(session._executor.registry.all()) == 0
     assert unraisable == []
 
 

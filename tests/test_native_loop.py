@@ -344,7 +344,7 @@ class Session:
             gc.collect()  # objects held by an error's frames
             self.device.synchronize()
             self.report, self.live = session.report(), session.pool.stats().live_bytes
-            assert not session._executor.context.held and not len(session._executor.registry)
+            assert not session._executor.context.held and not session._executor.registry.all()
         return found
 
 

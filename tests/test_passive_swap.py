@@ -122,7 +122,7 @@ class Run:
         return [*self.losses, *self.model.parameters(), *buffers, *grads, *state, torch.get_rng_state()]
 
     def leftovers(self) -> tuple[int, int, int]:
-        return self.device.allocated_bytes(), self.session.pool.stats().num_live, len(self.session._executor.registry)
+        return self.device.allocated_bytes(), self.session.pool.stats().num_live, len(self.session._executor.registry.all())
 
 
 def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:

@@ -65,7 +65,7 @@ class Training:
                 (got,) = torch.autograd.grad(self._run(x, word), x)
             self.executor.end_step(completed=completed)
             assert torch.equal(got, expected)
-        assert len(self.executor.registry) == 0
+        assert not self.executor.registry.all()
         assert self.pool.stats().live_bytes == 0
         return had_plan
 

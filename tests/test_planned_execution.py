@@ -87,7 +87,7 @@ def assert_exact_and_clean(
     got, swapped = train(seed, device, executor, steps=steps)
     assert [step.loss for step in got] == [step.loss for step in expected]
     assert all(torch.equal(a, b) for a, b in zip(swapped, parameters, strict=True))
-    assert len(executor.registry) == 0
+    assert not executor.registry.all()
     assert pool.stats().live_bytes == 0
     del swapped, parameters
     assert device.allocated_bytes() == 0

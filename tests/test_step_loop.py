@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.plan.step_program import KEPT, Row
+from chameleon_mm.plan.step_program import KEPT, Keys, Row, StepProgram
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.trace import Trace
 from chameleon_mm.record.calls import Relied
 from chameleon_mm.swap import hook_lock, step_loop
 from chameleon_mm.swap.hand_over import HandOver
@@ -151,6 +154,72 @@ def test_a_planned_step_runs_by_the_loop_to_its_end(machine_type: type[Machine],
     assert session.report.plan_cache_hits >= 2
     assert session.report.planned is not None and hooks == session.report.planned.plan.num_hooks
     assert session.device.peak_allocated_bytes() <= session.budget
+
+
+def all_at_their_uses(patch: pytest.MonkeyPatch) -> None:
+    """Have plans bring back all of what moves at its use, in place of earlier."""
+    of = StepProgram.of
+
+    def late(trace: Trace, plan: SwapPlan, keys: Keys | None = None) -> StepProgram:
+        swaps = tuple(replace(action, in_at=action.use_at) for action in plan.actions)
+        return of(trace, replace(plan, actions=swaps), keys)
+
+    patch.setattr(StepProgram, "of", late)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("machine_type", MACHINES)
+def test_the_loop_brings_back_at_a_use_what_is_planned_for_it(
+    refuses: bool, machine_type: type[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`refuses`: Python's loop finds no memory for one, and the executor brings that back."""
+    keep_first_plan(monkeypatch)
+    all_at_their_uses(monkeypatch)
+    machine, words = machine_type(), [WORD] * 8
+    prefetch, tried, count, done = StepLoop._prefetch, list[int](), HandOver._count, list[int]()
+
+    def counted(self: HandOver, *of: Any) -> None:
+        done.append(self.loop.swap_ins_on_demand)
+        count(self, *of)
+
+    def finds_none_once(loop: StepLoop, numbers: Sequence[int], *, is_ahead: bool = True) -> None:
+        tried.append(0)
+        if len(tried) != 3:
+            prefetch(loop, numbers, is_ahead=is_ahead)
+
+    monkeypatch.setattr(HandOver, "_count", counted)
+    if refuses:
+        monkeypatch.setattr(StepLoop, "_prefetch", finds_none_once)
+    expected, session = plainly(machine_type(), words), Session(machine)
+    assert session.run(words) == expected
+    assert session.report.planned is not None and session.done[-1] + 1 == session.report.planned.plan.num_hooks
+    assert session.report.swap_ins_on_demand > sum(done) > 0  # the first steps' are the executor's
+    assert session.device.peak_allocated_bytes() <= session.budget
+
+
+@pytest.mark.parametrize("machine_type", MACHINES)
+def test_a_backward_on_another_thread_that_leaves_comes_back(
+    machine_type: type[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd uses a thread of its own for a CUDA device. A save there is the executor's."""
+    keep_first_plan(monkeypatch)
+    expected, machine = plainly(machine_type(), [WORD])[0], machine_type()
+
+    def backward() -> None:
+        with machine.device.compute():
+            loss.backward()
+
+    with planned(machine) as (work, session), session.step():
+        hand_over, loss = session._executor.hand_over, work.forward(WORD)
+        loss.register_hook(lambda gradient: hand_over.come_back())  # before any use
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        way = session._executor.director.way
+        assert way is not None and hand_over.loop.hook == way.program.plan.num_hooks - 1
+        assert hand_over.loop.home == 0
+        found = [image(torch.zeros_like(w) if w.grad is None else w.grad) for w in work.weights]
+    assert found == expected
 
 
 @pytest.mark.ci

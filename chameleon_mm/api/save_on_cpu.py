@@ -118,7 +118,7 @@ class save_on_cpu:  # noqa: N801 - torch's name: a class used as a function
         self._entered.times -= 1
         self._hooks.__exit__(kind, error, trace)
         if error is None:
-            self._executor.raise_late_error()
+            self._executor.hook_lock.raise_oldest()
 
 
 # --- Replacement of `torch.autograd.graph.save_on_cpu`, for libraries that use it for an option of their own

@@ -230,7 +230,7 @@ class SwapSession:
             (counts := self._executor.hook_counts).count_between_steps()
             if self._history.begun or counts.saves_between:
                 self.say_problem()
-            self._executor.raise_late_error()
+            self._executor.hook_lock.raise_oldest()
 
     def _let_go(self) -> None:
         """Drop the model and its optimizer, because users keep a closed session for its report."""
@@ -313,7 +313,7 @@ class SwapSession:
 
         Also raises an error of a finalizer since the last hook or step, because a finalizer itself cannot raise.
         """
-        self._executor.raise_late_error()
+        self._executor.hook_lock.raise_oldest()
         self._executor.hand_over.come_back(wait=False)  # includes the loop's counts
         if self._phase is Phase.CLOSED:
             self.device.synchronize()

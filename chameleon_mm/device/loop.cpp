@@ -135,10 +135,10 @@ struct Step {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> outlived;
 };
 
-// Numbers of a step: Python sets them as the loop takes the hooks, and reads them afterwards.
+// Numbers of a step: Python sets them as the loop takes the hooks, and reads them afterwards. `home`: thread whose saves it does.
 #define EACH_NUMBER(of)                                                                                    \
-  of(hook) of(operators) of(limit) of(now) of(cumulative) of(taken) of(since) of(growth) of(peak) of(seen) \
-  of(bytes_swapped_out) of(bytes_swapped_in) of(bytes_reclaimed) of(prefetches) of(fallbacks)
+  of(hook) of(home) of(operators) of(limit) of(now) of(cumulative) of(taken) of(since) of(growth) of(peak) of(seen) \
+  of(bytes_swapped_out) of(bytes_swapped_in) of(bytes_reclaimed) of(prefetches) of(swap_ins_on_demand) of(fallbacks)
 #define DECLARED(name) int64_t name = 0;
 #define BOUND(name) .def_readwrite(#name, &Loop::name)
 
@@ -154,7 +154,6 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   bool follows = false;
   std::shared_ptr<Program> program;
   std::vector<bool> is_record;  // by storage: whether Python has it, or will, as only a part of it leaves
-  unsigned long home = 0;       // the thread whose saves these are
 
   Loop(int device, uintptr_t out_stream, uintptr_t back_stream, int64_t least, py::dict of)
       : index(device), out((void*)out_stream), back((void*)back_stream), min_bytes(least), python(std::move(of)), safe(python["safe"]),
@@ -192,7 +191,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     return device.index() == index && guard.getStream(device).native_handle() == compute && !is_capturing(compute);
   }
   bool is_over(const Slot& slot) const {  // Note [Swap-out]; as `SwapOuts.is_over`
-    return slot.operators < (PyThread_get_thread_ident() == home ? (int64_t)at::sequence_number::peek() : operators);
+    return slot.operators < ((int64_t)PyThread_get_thread_ident() == home ? (int64_t)at::sequence_number::peek() : operators);
   }
   void empty(Slot& slot) {
     take_memory(slot.storage);
@@ -214,7 +213,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
       std::vector<size_t> empty;
       for (size_t group = 0; group < arenas.size(); group++)
         if (arenas[group].live == 0 && std::exchange(arenas[group].address, 0) != 0) empty.push_back(group);
-      arena.address = call("take", program->group[n], empty).cast<uintptr_t>();
+      if (const auto memory = call("take", program->group[n], empty); !memory.is_none()) arena.address = (uintptr_t)memory.cast<at::Tensor>().data_ptr();
     }
     return arenas[program->group[n]].address != 0;
   }
@@ -243,14 +242,14 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     let_go(*slots[n]);
     return true;
   }
-  void copy_back(Slot& slot) try {
+  void copy_back(Slot& slot, int64_t& counter) try {
     const int64_t nbytes = program->nbytes[slot.number];
     auto* impl = slot.storage.unsafeGetStorageImpl();
     impl->set_data_ptr_noswap(c10::getDeviceAllocator(c10::DeviceType::CUDA)->allocate(nbytes));
     impl->set_nbytes(nbytes);
     copy(slot, false);
     for (Save* save : slot.saves) save->is_used = false;
-    taken += (nbytes + ALLOCATION_UNIT_BYTES - 1) & -ALLOCATION_UNIT_BYTES, bytes_swapped_in += nbytes, prefetches++;
+    taken += (nbytes + ALLOCATION_UNIT_BYTES - 1) & -ALLOCATION_UNIT_BYTES, bytes_swapped_in += nbytes, counter++;
   } catch (const c10::OutOfMemoryError&) {  // its use brings it back
   } catch (const Refused&) {
     empty(slot);
@@ -298,7 +297,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   void prefetch(const Row& row) try {
     for (int n : row.ins) {
       if (is_record[n]) taken += call("fetch", n).cast<int64_t>();
-      else if (slots[n] != nullptr && slots[n]->state == ON_HOST) copy_back(*slots[n]);
+      else if (slots[n] != nullptr && slots[n]->state == ON_HOST) copy_back(*slots[n], prefetches);
     }
   } catch (const Left&) {  // uses bring back what is left of it
   }
@@ -307,7 +306,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
 
   PyObject* save(PyObject* argument, Save*) {
     const Row& row = program->rows[hook + 1];
-    if (row.kind >= USE || (PyObject*)Py_TYPE(argument) != row.type.ptr() || PyThread_get_thread_ident() != home) return nullptr;
+    if (row.kind >= USE || (PyObject*)Py_TYPE(argument) != row.type.ptr() || (int64_t)PyThread_get_thread_ident() != home) return nullptr;
     const at::Tensor& t = THPVariable_Unpack(argument);
     const auto operators_now = (int64_t)at::sequence_number::peek();
     if (operators_now - operators != row.since || t.scalar_type() != row.dtype || t.is_nested() || !t.sizes().equals(row.sizes)) return nullptr;
@@ -365,6 +364,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     Slot* slot = save == nullptr ? nullptr : save->slot;
     if (!run(row, hook + 1, save == nullptr || slot != nullptr)) return nullptr;
     if (slot != nullptr) {
+      if (slot->state == ON_HOST && !row.ins.empty() && row.ins[0] == row.number) copy_back(*slot, swap_ins_on_demand);  // as planned
       if (slot->state == ON_HOST) return nullptr;  // room has to be made
       if (slot->state == ARRIVING) {
         must(cudaStreamWaitEvent(compute, events[slot->number], 0));  // Note [Swap-in]: the copy back -> the node that reads it
@@ -415,7 +415,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   void enter(std::shared_ptr<Program> of, uintptr_t compute_stream, std::vector<bool> of_python) {
     const std::lock_guard<Loop> guard(*this);
     settle_abandoned();
-    program = std::move(of), compute = (void*)compute_stream, is_record = std::move(of_python), home = PyThread_get_thread_ident();
+    program = std::move(of), compute = (void*)compute_stream, is_record = std::move(of_python);
     slots.resize(is_record.size()), arenas.resize(is_record.size());
     events.resize(std::max(events.size(), slots.size()));
     follows = true, generation++;

@@ -30,7 +30,7 @@ from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.light_profiler import EARLIER_STEP, LatestHook, LightProfiler
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.budget import Budget
-from chameleon_mm.swap.director import Director, GrowthSoFar
+from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import NO_HOOK
 from chameleon_mm.swap.host_copy import State
@@ -351,9 +351,9 @@ class PlanFollower(Director):
             extra |= ExtraMemory(extra_bytes=planned.extra.extra_bytes + lacking_bytes)
         return extra
 
-    def growth(self) -> GrowthSoFar | None:
+    def growth(self) -> tuple[int, int, list[int]] | None:
         planned = self._planned
-        return None if planned is None else GrowthSoFar(self._checked_at, self._growth_bytes, planned.allocated_until)
+        return None if planned is None else (self._checked_at, self._growth_bytes, planned.allocated_until)
 
     def note_checked(self, checked_at: int, nbytes: int) -> None:
         self._checked_at, self._growth_bytes = checked_at, nbytes

@@ -29,7 +29,7 @@ ALWAYS = np.iinfo(np.int64).max
 COPIED_BYTES = 64 * KIB
 """Maximum size of a parameter or an input, such as a bias, that a recipe copies if autograd does not save it: others may write
 to it after forward. A larger one may be read again only if backward reads it, because autograd then needs it. Note [Relied on],
-`swap/recipe.py`."""
+docs/architecture.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -110,7 +110,7 @@ class UseOrder:
 
     def rank(self, index: int) -> int:
         """Return the rank of `index` in the expected order: higher is later. Unknown storages come before known ones."""
-        return self._position.get(index, -index)
+        return self._position.get(index, -abs(index))
 
     def end_step(self, *, completed: bool = True) -> None:
         """End the step. If it `completed`, expect the next step to use its saved storages in the same order."""

@@ -58,7 +58,8 @@ class Row(NamedTuple):
     """Growth in bytes until the next check, from `PlannedMemory.growth_until_next_check`."""
     is_checked: bool = False
     ins: tuple[int, ...] = ()
-    """Numbers of the storages whose copies back begin after the hook's own use."""
+    """Numbers of the storages whose copies back begin after the hook's own use; first of all its own, if that waits for a copy
+    back that begins with it."""
 
 
 class Keys(NamedTuple):
@@ -129,8 +130,8 @@ def _due(plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dic
         frees.add(action.reclaim_at)
     for hook, kind, j in zip(*(column.tolist() for column in in_order(moves)), strict=True):
         action = swaps[j]
-        if kind == BACK:
-            ins[hook].append(action.tensor)
+        if kind == BACK or (kind == swap_plan.USE and action.in_at == hook):
+            ins[hook].append(action.tensor)  # a use comes before copies back
         elif kind == swap_plan.OUT:
             ops[hook].append((OUT, action.tensor, action.nbytes))
         elif kind != swap_plan.USE:

@@ -93,7 +93,7 @@ class CallNotes:
     """Always False: no dispatch mode is on, so no gradient is computed by another formula."""
 
     def __init__(self, helper: ModuleType, device: Device, before_write: BeforeWrite) -> None:
-        self._helper, self._thread = helper, threading.get_ident()
+        self._helper, self._thread, self._paused = helper, threading.get_ident(), _Paused(helper.pause)
         self._before_write = before_write
         self._device_type = device.torch_device.type
         self._operators: list[_Known] = []
@@ -123,7 +123,7 @@ class CallNotes:
             torch._C._dispatch_tls_set_dispatch_key_included("Fake", False)
 
     def paused(self) -> _Paused:
-        return _Paused(self._helper.pause)
+        return self._paused
 
     def end(self) -> None:
         self.is_over = True

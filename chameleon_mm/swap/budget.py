@@ -281,7 +281,7 @@ class Budget:
         with suppress(torch.OutOfMemoryError):  # retry after this block: the traceback would keep tensors alive
             return allocate()
         self._metrics.totals.oom_retries += 1
-        self.reclaim_all(exclude)
+        self._reclaim_until(lambda: False, exclude)
         return allocate()
 
     @contextmanager
@@ -357,10 +357,6 @@ class Budget:
     def must_use_pageable(self) -> bool:
         """True if unpinnable tensors must go to pageable memory: growth is unknown, and over `UNKNOWN_SHARE` is allocated."""
         return self.growth_is_unknown and self._allocated > (self._limits.hbm_budget_bytes or 0) * UNKNOWN_SHARE
-
-    def reclaim_all(self, exclude: Collection[SavedStorage]) -> None:
-        """Reclaim all reclaimable storages except `exclude`, after a failed allocation."""
-        self._reclaim_until(lambda: False, exclude)
 
     def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
         """Reclaim memory after a failed allocation of about `nbytes`: the storages being copied out, or if there are none, one

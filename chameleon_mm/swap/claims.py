@@ -9,6 +9,7 @@ Claims are stored by the id of the storage object. Ids are reused, so a weak ref
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
@@ -100,14 +101,12 @@ class StorageRegistry:
     def __init__(self) -> None:
         self.epoch = 0
         """Number of the current step."""
-        self.next_index = 0
+        self.next_index, self.held_indexes = 0, itertools.count(-1, -1)
+        """Of saved storages, and of those held for recipes: autograd uses none of these, so no order of uses has them."""
         self.of_epoch = 0
         """Count of the claimed storages that this step saved."""
         self.packed_groups: set[PackedGroup] = set()
         self._storages: dict[tuple[int, int], SavedStorage] = {}
-
-    def __len__(self) -> int:
-        return len(self._storages)
 
     def add(self, saved: SavedStorage) -> None:
         """Add `saved`, whose index is unique in this step."""

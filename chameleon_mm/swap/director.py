@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,16 +27,6 @@ from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.swap.recomputing import RecomputePlan
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
-
-
-class GrowthSoFar(NamedTuple):
-    """Growth of memory since it was last compared with the cached step."""
-
-    checked_at: int
-    """Hook of that comparison; -1: no comparison yet."""
-    nbytes: int
-    until: list[int]
-    """Bytes that the cached step had allocated up to each hook, and up to its end."""
 
 
 class Director:
@@ -85,8 +74,9 @@ class Director:
         """Note the bytes that the model allocated since the last check of memory, including freed bytes. `at_hook`: every step
         with these hooks checks memory here and at the previous such check, under any plan. `hook`: None: the latest."""
 
-    def growth(self) -> GrowthSoFar | None:
-        """Return the growth since the last comparison, and the values to compare it with; None: nothing is compared."""
+    def growth(self) -> tuple[int, int, list[int]] | None:
+        """Return the hook of the last comparison (-1: none yet), the growth in bytes since, and the bytes that the cached step
+        had allocated up to each hook and to its end. None: nothing is compared."""
         return None
 
     def note_checked(self, checked_at: int, nbytes: int) -> None:

@@ -122,22 +122,34 @@ class Executor:
 
     def save(self, t: Tensor) -> Handle:
         """Save hook: return the handle that autograd holds instead of `t`. A tensor of an unknown kind is kept as it is."""
-        self.hook_counts.saves += 1
         if self.recording.is_over:
+            self.hook_counts.saves += 1
             return self._save(t, is_hook=True)
         with self.recording.paused():
-            handle = self._save(t, is_hook=True)
+            handle: Handle = self.hand_over.save_watched(t)
         self.recording.leave_if_needed()
         return handle
 
     def use(self, handle: Handle) -> Tensor:
         """Use hook: return the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
-        self.hook_counts.uses += 1
         if self.recording.is_over:
-            return self._use(handle, is_hook=True)
+            return self.use_without_loop(handle)
         with self.recording.paused():
-            t = self._use(handle, is_hook=True)
+            t: Tensor = self.hand_over.use_watched(handle)
+            self._compare_at_the_end()
         self.recording.leave_if_needed()
+        return t
+
+    def save_without_loop(self, t: Tensor) -> Handle:
+        """Do what the loop does not do of a save."""
+        self.hook_counts.saves += 1
+        return self._save(t, is_hook=True)
+
+    def use_without_loop(self, handle: Handle) -> Tensor:
+        """Do what the loop does not do of a use."""
+        self.hook_counts.uses += 1
+        t = self._use(handle, is_hook=True)
+        self._compare_at_the_end()
         return t
 
     def _save(self, t: Tensor, *, is_hook: bool) -> Handle:
@@ -167,12 +179,10 @@ class Executor:
             claim.saved.stays = True
         watch = self.recording.watch
         if watch is not None:
-            self.recomputing.hold_born(self._claim_to_hold, self.director.note_held)
+            self.recomputing.hold_born(self.claim_to_hold, self.director.note_held)
         prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
         if prefetches:
             self.ins.prefetch_planned(prefetches, self.streams.current())
-        if watch is not None and is_hook:
-            watch.at_hook(hook + 1)
         if claim is not None and saved_bytes is not None:
             handle = SwappedView(claim, saved_bytes)
         elif handle is None:
@@ -180,7 +190,7 @@ class Executor:
         handle.saved_at = (self.registry.epoch, hook)
         if not self.recording.is_over:
             self.recomputing.note_saved(t, handle)
-        elif is_hook:
+        if is_hook:
             self._enter_loop()
         return handle
 
@@ -207,10 +217,11 @@ class Executor:
         with _disable_current_modes() if tracer_is_on() else nullcontext():
             if saved.relied is not None and saved.relied.dependents:
                 self.hook_lock.run(self.rescue.hand_out, saved.relied, handle, saved)
-            t = self.hook_lock.run(self._use_locked, handle, saved, is_hook)
-            if self._comparisons.pending:
-                self._comparisons.at_the_end(partial(call_if_alive, weakref.WeakMethod(self.settle)))
-            return t
+            return self.hook_lock.run(self._use_locked, handle, saved, is_hook)
+
+    def _compare_at_the_end(self) -> None:
+        if self._comparisons.pending:
+            self._comparisons.at_the_end(partial(call_if_alive, weakref.WeakMethod(self.settle)))
 
     def settle(self, task: int | None = None) -> None:
         """Compare the recomputed results of backward `task`; None: of all. Waits for the device. Raises `RecomputeMismatch`."""
@@ -219,32 +230,34 @@ class Executor:
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
         director, finished = self.director, self.outs.finished() if self.outs.fresh else ()
-        for waiting in self.recomputing.stop_waiting() if self.recomputing.waiting else ():
-            self.outs.swap_out(waiting, alone=True)
+        self.stop_waiting()
         if is_hook:
             director.on_use(handle.saved_at, saved, finished)
         prefetches = self._advance(finished, check_memory=True, at_hook=is_hook)
         compute = self.streams.current()
-        if prefetches and saved.form.recipe is not None:
-            self.recipe_runner.restore_sources(saved, compute, self.ins.restore)
-            self.ins.prefetch_planned(prefetches, compute)  # queued before the recomputation, which they overlap
-            prefetches = ()
-        if saved.proof is not None:
-            self.recomputing.prove(saved, self.ins.restore)
-        t = self.restored(handle, compute)
+        t = self.restored(handle, compute, prefetches)
         if is_hook:
             director.note_restored(saved, t.untyped_storage())
-        if prefetches:
-            self.ins.prefetch_planned(prefetches, compute)
+        self.ins.prefetch_planned(prefetches, compute)
         if saved.number is None or self.budget.way is None:
             self.ins.prefetch_after(saved, compute)
         if is_hook:
             self._enter_loop()
         return t
 
-    def restored(self, handle: SwappedView, compute: Stream) -> Tensor:
-        """Bring the tensor of `handle` to the device, ready for `compute`, and count one use."""
+    def stop_waiting(self) -> None:
+        """Have no storage wait to be dropped any more, as backward has begun."""
+        for waiting in self.recomputing.stop_waiting() if self.recomputing.waiting else ():
+            self.outs.swap_out(waiting, alone=True)
+
+    def restored(self, handle: SwappedView, compute: Stream, prefetches: Sequence[SavedStorage] = ()) -> Tensor:
+        """Bring the tensor of `handle` to the device, ready for `compute`, and count one use. `prefetches`: to swap in then."""
         saved = handle.claim.saved
+        if prefetches and saved.form.recipe is not None:
+            self.recipe_runner.restore_sources(saved, compute, self.ins.restore)
+            self.ins.prefetch_planned(prefetches, compute)  # queued before the recomputation, which they overlap
+        if saved.proof is not None:
+            self.recomputing.prove(saved, self.ins.restore)
         storage = self.ins.restore(saved, compute)
         if saved.epoch == self.registry.epoch:
             self._used_any = True
@@ -321,7 +334,7 @@ class Executor:
     def _enter_loop(self) -> None:
         """Let the loop run the next hooks, if the step follows a program and the loop may run."""
         director = self.director
-        if director.way is not None and director.may_loop() and self.recording.is_over:
+        if director.way is not None and director.may_loop():
             self.hand_over.follow(director.way, director)
 
     def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
@@ -337,10 +350,6 @@ class Executor:
         kind = self.director.end_step(recorder, growth_bytes, completed=completed)
         self.metrics.end_step(kind, compute)
         return kind
-
-    def raise_late_error(self) -> None:
-        """Raise the oldest pending error of a finaliser, if there is one."""
-        self.hook_lock.raise_oldest()
 
     # --- storages that autograd has released
 
@@ -408,7 +417,7 @@ class Executor:
         """
         director = self.director
         way, rows = director.way, director.due()
-        self.ops.advance(way, [op for row in rows for op in row.ops], finished)
+        self.ops.advance(way, [op for row in rows for op in row.ops], finished, self.budget.lending)
         if check_memory or any(row.is_checked for row in rows):
             director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
         return [saved for row in rows for saved in way.coming(row)] if way is not None else ()
@@ -441,12 +450,12 @@ class Executor:
             self.outs.add(saved)  # it waits for the operator that saves them
         return True
 
-    def _claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
+    def claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
         """Return a claim on the whole storage of `t`, which recipes read. Also return True if the claim is new."""
         saved_bytes, compute = SavedBytes(t), self.streams.current()
         claim = self.claims.find(t)
         if claim is None:
-            claim = self.new_claim(t, saved_bytes, compute)
+            claim = self.new_claim(t, saved_bytes, compute, next(self.registry.held_indexes))
             claim.saved.is_held_for_recipes = True
             claim.saved.uses.forget_handle()
             return claim, True
@@ -454,13 +463,13 @@ class Executor:
         claim.saved.add_alias(saved_bytes)
         return claim, False
 
-    def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream) -> Claim:
-        """Make a claim on the storage of `t`. The operator that runs on this thread saves it."""
+    def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, index: int | None = None) -> Claim:
+        """Make a claim on the storage of `t`. The operator that runs on this thread saves it. `index`: None: the next."""
         if self.registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
-        epoch, index = self.registry.epoch, self.registry.next_index
-        self.registry.next_index += 1
-        saved = SavedStorage(t, saved_bytes, compute, self.context, epoch=epoch, index=index)
+        if index is None:
+            index, self.registry.next_index = self.registry.next_index, self.registry.next_index + 1
+        saved = SavedStorage(t, saved_bytes, compute, self.context, epoch=self.registry.epoch, index=index)
         self._saved_any = True
         self.outs.add(saved)
         return self.claim_on(saved)

@@ -8,6 +8,9 @@ hand_over.give_back()                        # first of all in `HookLock.run`: a
 The loop does the common rows: it keeps tensors, copies whole storages out and back, and checks memory. It gives all back for
 all else. The records that are made then have the storages, aliases and host memory that the loop had. Their copies end at
 events that are recorded now, which is later: whoever waits for one waits long enough.
+
+While a watch or a dispatch mode may be on, the executor's hooks pause it, and call a loop of their own. There each storage that
+may leave has a record, as a recipe may read it: the loop keeps tensors, matches rows and checks memory.
 """
 
 from __future__ import annotations
@@ -54,14 +57,12 @@ if TYPE_CHECKING:
 ARENA_BYTES = 16 * MIB
 """Bytes of host memory that are taken at once, for storages that are copied out one after the other."""
 
-MOST_ENTRIES = 4
-"""Times that the loop takes the hooks of one step and does fewer than `WORTH_HOOKS`: entering and giving back cost as much."""
-
-WORTH_HOOKS = 12
+MOST_ENTRIES, WORTH_HOOKS = 4, 12
+"""Times that the loop takes the hooks of one step and does fewer than so many: entering and giving back cost as much."""
 
 _NOTHING = nullcontext()
 _STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
-_TOTALS = ("bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "fallbacks")
+_TOTALS = ("bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "swap_ins_on_demand", "fallbacks")
 
 
 class _Compiled(NamedTuple):
@@ -69,7 +70,7 @@ class _Compiled(NamedTuple):
 
     program: Any
     in_part: list[bool]
-    """By storage: whether only a part of it leaves."""
+    """By storage: whether only a part of it leaves, or it is dropped."""
     group: list[int]
     offset: list[int]
     group_bytes: list[int]
@@ -90,7 +91,10 @@ class HandOver:
         self._protected, self._device = executor.protected, executor.device
         self._is_called = False
         """True if autograd calls the loop's hooks."""
-        self._programs: weakref.WeakKeyDictionary[StepProgram, _Compiled] = weakref.WeakKeyDictionary()
+        self._programs = [weakref.WeakKeyDictionary[StepProgram, _Compiled]() for _ in range(2)]
+        """Programs for Python's loop, and for the helper's."""
+        self._compiled: Any = None
+        """The program that the loop has."""
         self._arenas: dict[int, Arena] = {}
         """Host memory of the copies that the loop has, by group."""
         self._compute: Any = None
@@ -101,43 +105,55 @@ class HandOver:
         """Latest hook before the loop took over, and number of the next storage at that time. By storage: True if it has, or
         gets, a record."""
         self._home = -1
-        """Number of the thread whose saves the loop does."""
+        """Number of the thread whose saves the loop does; -1: it does none."""
         self._kind: Any = step_loop
-        """What has the loop's programs and handles: its module."""
-        self.loop: Any = self._make_loop(executor)
+        """Module with the program and the handles of autograd's loop."""
+        self._of_autograd, self._of_executor = self._make_loops(executor)
+        self.loop: Any = self._of_autograd
+        """The one that follows, or followed last."""
+        by_itself = executor.save_without_loop, executor.use_without_loop
+        save, use = (partial(call_if_alive, weakref.WeakMethod(method)) for method in by_itself)
+        self.save_watched, self.use_watched = self._of_executor.hook_of(True, save), self._of_executor.hook_of(False, use)
+        """Functions that the executor's hooks call while a watch or a mode may be on."""
         _all.add(self)
 
-    def _make_loop(self, executor: Executor) -> Any:
-        """Make the loop: in C++ if that is built, and the device's readings are its own, not those beside a window."""
+    def _make_loops(self, executor: Executor) -> tuple[Any, StepLoop]:
+        """Make the loop whose hooks autograd calls, and that whose hooks the executor's call. The first is in C++ if that is
+        built and no window of parameters changes the device's readings."""
         device, context, min_bytes = self._device, self._context, executor.min_bytes
         streams = context.out_queue.stream, context.back_queue.stream
         helper = device.native_loop(streams) if device is context.pool.device else None
-        take = self.take if helper is None else self.take_address
-        works = take, self.grown, self.do_ops, self.fetch, self.save_record, self.use_record
-        python = {
+        works = self.take, self.grown, self.do_ops, self.fetch, self.save_record, self.use_record, self.hold_born
+        common = {
             "safe": executor.protected.refs, "claimed": self._claims.by_storage, "held": context.held,
             "come_back": partial(uncompiled(call_if_alive), weakref.WeakMethod(self.come_back)),
-        } | {work.__name__: _asked(work, in_lock=helper is None) for work in works}  # fmt: skip
+        }  # fmt: skip
+        python = common | {work.__name__: _asked(work, in_lock=True) for work in works}
+        python["note_saved"] = executor.recomputing.note_saved
+        loop, watched = (
+            StepLoop(device, context, executor.protected, min_bytes, executor.hook_lock, python | {"held": held})
+            for held in (context.held, self._ops)
+        )
         if helper is None:
-            return StepLoop(device, context, executor.protected, min_bytes, executor.hook_lock, python)
+            return loop, watched
         self._kind, index, of_streams = helper
-        python["take"] = python.pop("take_address")
-        return self._kind.Loop(index, *of_streams, min_bytes, python)
+        python = common | {work.__name__: _asked(work, in_lock=False) for work in works}
+        return self._kind.Loop(index, *of_streams, min_bytes, python), watched
 
     def hooks(self, save: Any, use: Any) -> tuple[Any, Any]:
         """Autograd's two hooks, which call `save` and `use` for what the loop does not do."""
         executor = self._executor()
         assert executor is not None
-        self._is_called, executor.hook_lock.first = True, self.give_back
-        return self.loop.hook_of(True, save), self.loop.hook_of(False, use)
+        self._is_called, executor.hook_lock.first = True, weakref.WeakMethod(self.give_back)
+        return self._of_autograd.hook_of(True, save), self._of_autograd.hook_of(False, use)
 
-    def _may_enter(self, way: Way) -> bool:
-        """True if the loop may take the next hooks: autograd calls it, and no pending work is unknown to it."""
+    def _may_enter(self, way: Way, loop: Any) -> bool:
+        """True if `loop` may take the next hooks: autograd calls it, and no pending work is unknown to it."""
         if not self._is_called:
             return False
         context, budget, outs = self._context, self._budget, self._outs
         epoch, entries = self._entries
-        if not isinstance(self.loop, StepLoop) and (context.metrics.timed or num_modes()):
+        if not isinstance(loop, StepLoop) and (context.metrics.timed or num_modes()):
             return False  # the helper times nothing, and knows no simulator
         if not budget.has_room_ahead or (epoch == way.epoch and entries >= MOST_ENTRIES):
             return False
@@ -152,37 +168,48 @@ class HandOver:
     def follow(self, way: Way, director: Director) -> None:
         """Have the loop take the hooks after the latest, if it may."""
         growth, thread, budget, compute = None, get_ident(), self._budget, self._device.current_stream()
-        if self._may_enter(way) and self._context.streams.is_only(compute) and compute.is_current():
-            growth = director.growth()
         executor, cumulative = self._executor(), budget.cumulative_bytes
-        if growth is None or executor is None or cumulative is None or director.light is None:
+        if executor is None or cumulative is None or director.light is None:
             return
+        is_watched = not executor.recording.is_over
+        loop = self._of_executor if is_watched else self._of_autograd
+        if self._may_enter(way, loop) and self._context.streams.is_only(compute) and compute.is_current():
+            growth = director.growth()
+        if growth is None:
+            return
+        checked_at, growth_bytes, until = growth
         latest = director.light.latest()
-        if latest.thread != thread or thread not in latest.numbers:
+        if latest.thread != thread:
             return  # a save that stays may be on any stream
+        saves_here = thread in latest.numbers  # not on autograd's own thread: its saves are the executor's
         if budget.lending is not None:
             budget.lending.take_back()  # the loop lends nothing
         epoch, entries = self._entries
         self._entries = way.epoch, entries + 1 if epoch == way.epoch else 1
-        if way.program not in self._programs:
-            self._programs[way.program] = _compiled(self._kind, way.program, growth.until)
-        compiled, self._since, self._next_index = self._programs[way.program], way.hook, self._registry.next_index
-        self._is_record = compiled.in_part.copy()
+        kind: Any = step_loop if isinstance(loop, StepLoop) else self._kind
+        programs = self._programs[kind is not step_loop]
+        if way.program not in programs:
+            programs[way.program] = _compiled(kind, way.program, until)
+        self.loop, self._compiled = loop, programs[way.program]
+        self._since, self._next_index = way.hook, self._registry.next_index
+        self._is_record = [True] * len(self._compiled.in_part) if is_watched else self._compiled.in_part.copy()
         for number, saved in way.storages.items():
             self._is_record[number] |= saved.state is not State.RETIRED
         numbers = dict.fromkeys(_TOTALS, 0) | {
-            "hook": self._since, "operators": latest.numbers[thread], "since": growth.checked_at, "growth": growth.nbytes,
+            "hook": self._since, "home": thread if saves_here else 0, "operators": latest.numbers.get(thread, 0),
+            "since": checked_at, "growth": growth_bytes,
             "limit": budget.hbm_budget_bytes - way.margin_bytes, "now": budget.last_allocated_bytes - budget.taken_bytes,
             "taken": budget.taken_bytes, "cumulative": cumulative - self._device.cumulative_offset(),
             "peak": budget.peak_watch.last_bytes, "seen": 0,
         }  # fmt: skip
         for name, value in numbers.items():
             setattr(self.loop, name, value)
-        self._entered, self._compute, self._home = (way, director, latest), compute, this_thread.number
-        if isinstance(self.loop, StepLoop):
-            self.loop.enter(compiled.program, compute, self._is_record, way.epoch)
+        self._entered, self._compute = (way, director, latest), compute
+        self._home = this_thread.number if saves_here else -1
+        if isinstance(loop, StepLoop):
+            loop.enter(self._compiled.program, compute, self._is_record, way.epoch, executor.recording.watch)
         else:
-            self.loop.enter(compiled.program, self._compute.handle, self._is_record)
+            loop.enter(self._compiled.program, self._compute.handle, self._is_record)
 
     def has_used(self) -> bool:
         """True if the loop has done a hook of a use since it took over: they are counted as it gives back."""
@@ -199,8 +226,8 @@ class HandOver:
     def forget(self) -> None:
         """Forget the step that has ended."""
         self.loop.hook = -1
-        if isinstance(self.loop, StepLoop):
-            self.loop.settle(self._device.current_stream())
+        if isinstance(self._of_autograd, StepLoop):
+            self._of_autograd.settle(self._device.current_stream())
 
     # --- what the loop has the executor's parts do of a hook that it goes on with; None: it cannot go on
 
@@ -211,15 +238,10 @@ class HandOver:
         out, back = self._context.out_queue.stream, self._context.back_queue.stream
         with suppress(HostMemoryExhausted):
             # Note [Host block]: its last use -> the copies into it
-            block = self._context.pool.allocate(self._programs[way.program].group_bytes[group], out)
+            block = self._context.pool.allocate(self._compiled.group_bytes[group], out)
             self._arenas[group] = Arena(block, lambda: (out.record(), back.record()))
             return block.buffer
         return None
-
-    def take_address(self, way: Way, group: int, empty: Sequence[int]) -> int:
-        """The same. Returns its address; 0: the host has none."""
-        buffer = self.take(way, group, empty)
-        return 0 if buffer is None else buffer.data_ptr()
 
     def grown(self, way: Way, since: int, nbytes: int, hook: int) -> bool:
         """Compare what the model allocated since the hook `since`, which is not what the cached step did. Returns whether the
@@ -231,15 +253,16 @@ class HandOver:
         return self._budget.way is way
 
     def do_ops(self, way: Way, ops: Sequence[Op], hook: int, latest: int) -> tuple[int, list[Op]]:
-        """Let memory of records go that others held, and execute `ops` on records. Returns the bytes of device memory that they
-        took, and those that are late."""
-        self._outs.latest_operator = self._home, latest
+        """Execute `ops` on records, and do what is pending. Returns the bytes of device memory that they took, and those that
+        are late."""
         way.hook, before = hook, self._budget.taken_bytes
-        if self._context.held:
-            self._outs.let_go_of_held()
-        self._ops.carry_out(way, ops)
+        if self._home >= 0:
+            self._outs.latest_operator = self._home, latest
+        is_watched = self.loop is self._of_executor
+        self._ops.advance(way, ops, self._outs.finished() if is_watched else ())
         late, way.late = way.late, []
-        self._context.out_queue.hand_over_all()  # no hook of the loop's would
+        if not is_watched:
+            self._context.out_queue.hand_over_all()  # no hook would
         return self._budget.taken_bytes - before, late
 
     def fetch(self, way: Way, number: int) -> int:
@@ -272,19 +295,45 @@ class HandOver:
 
     def use_record(self, way: Way, handle: Handle, hook: int) -> Tensor | None:
         """Use what `hook` saved, by a handle of the executor's."""
-        if handle.saved_at != (way.epoch, hook):
+        executor = self._executor()
+        if executor is None or handle.saved_at != (way.epoch, hook):
             return None
         if type(handle) is KeptTensor:
+            if handle.relied is not None and handle.relied.dependents:
+                executor.rescue.hand_out(handle.relied, handle, None)
             return handle.tensor if handle.tensor._version == handle.expected else None
         if type(handle) is not SwappedView or handle.saved.moved:
             return None
         saved = handle.claim.saved
+        if self.loop is self._of_executor:
+            return self._use_watched(executor, way, handle)
         if saved.state is State.ON_HOST or saved.swap_in_failed or saved.proof is not None:
             return None
         if saved.relied is not None and saved.relied.dependents:  # of an earlier step, which recomputed
             return None
-        executor = self._executor()
-        return None if executor is None else executor.restored(handle, self._compute)
+        return executor.restored(handle, self._compute)
+
+    def _use_watched(self, executor: Executor, way: Way, handle: SwappedView) -> Tensor:
+        """Use a storage that may have a recipe, or may be a source of one. Each storage has a record: room can be made."""
+        budget, before = self._budget, self._budget.taken_bytes
+        way.at(self.loop.hook + 1)
+        executor.stop_waiting()
+        if (saved := handle.claim.saved).relied is not None and saved.relied.dependents:
+            executor.rescue.hand_out(saved.relied, handle, saved)
+        if saved.state is State.ON_HOST:
+            budget.allocated_bytes()  # read it: room may have to be made
+        t = executor.restored(handle, self._compute, way.coming(way.program.rows[way.hook]))
+        self.loop.taken += budget.taken_bytes - before
+        if not budget.has_room_ahead:
+            self.loop.limit = -1  # the executor makes room at the next check
+        return t
+
+    def hold_born(self, way: Way) -> None:
+        """Hold storages for recipes, from their birth on."""
+        executor, before = self._executor(), self._budget.taken_bytes
+        if executor is not None and self._entered is not None:
+            executor.recomputing.hold_born(executor.claim_to_hold, self._entered[1].note_held)
+            self.loop.taken += self._budget.taken_bytes - before
 
     # --- back
 
@@ -314,7 +363,8 @@ class HandOver:
             self._entries = way.epoch, self._entries[1] - 1
         way.at(numbers.hook)
         way.late = [tuple(op) for op in given["late"]]
-        latest.numbers[latest.thread] = numbers.operators
+        if self._home >= 0:
+            latest.numbers[latest.thread] = numbers.operators
         director.note_checked(numbers.since, numbers.growth)
         self._budget.note_checks(
             given["growths"], allocated=numbers.now + numbers.taken, taken=numbers.taken,
@@ -342,12 +392,12 @@ class HandOver:
 
     def _index_at(self, way: Way, hook: int) -> int:
         """Number in the step of a storage that is first saved at `hook`."""
-        firsts = self._programs[way.program].firsts
+        firsts = self._compiled.firsts
         return self._next_index + bisect_left(firsts, hook) - bisect_right(firsts, self._since)
 
     def _count(self, executor: Executor, way: Way, latest: LatestHook, kept: dict[str, int]) -> None:
         """Count what the loop's hooks did."""
-        totals, hook, saves = self._context.metrics.totals, self.loop.hook, self._programs[way.program].saves
+        totals, hook, saves = self._context.metrics.totals, self.loop.hook, self._compiled.saves
         for name in _TOTALS:
             setattr(totals, name, getattr(totals, name) + getattr(self.loop, name))
         totals.kept_by_reason += Counter(kept)  # those above 0
@@ -362,12 +412,13 @@ class HandOver:
             latest.last_used = row.key
         self._registry.next_index = self._index_at(way, hook + 1)
         executor.note_any(saved=self._registry.next_index > self._next_index, used=bool(firsts))
-        self._outs.latest_operator = self._home, self.loop.operators
+        if self._home >= 0:
+            self._outs.latest_operator = self._home, self.loop.operators
 
     def _adopt(self, executor: Executor, way: Way, slots: Sequence[Any], by_number: dict[int, list[Any]]) -> None:
         """Make records of the slots, and handles of their saves."""
         ends: dict[Stream, Event] = {}
-        compute, context, compiled = self._compute, self._context, self._programs[way.program]
+        compute, context, compiled = self._compute, self._context, self._compiled
         released = {number for code, number, _ in way.late if code == RELEASE}
 
         def after(queue: CopyQueue) -> Event:
@@ -438,8 +489,8 @@ def _compiled(kind: Any, program: StepProgram, until: list[int]) -> _Compiled:
         before = until[hook] if compared else before
         if row.kind in (FIRST, AGAIN):
             saves[row.number].append(hook)
-        for _, number, nbytes in row.ops:
-            in_part[number] |= nbytes < program.nbytes[number]
+        for code, number, nbytes in row.ops:
+            in_part[number] |= code == DROP or nbytes < program.nbytes[number]
     group, offset, group_bytes = _places(program)
     if kind is step_loop:
         compiled = step_loop.Program(rows, grew, program.nbytes, [*map(allocated_size, program.nbytes)], group, offset)
@@ -451,9 +502,8 @@ def _compiled(kind: Any, program: StepProgram, until: list[int]) -> _Compiled:
 def _followed(row: Row) -> Row:
     """The row as the loop has it: an `END` if no key tells the hook, or with what the loop does not do."""
     key: Any = row.key
-    drops = any(code == DROP for code, *_ in row.ops)
     is_done = row.kind == USE or (row.kind < USE and key is not None and all(type(size) is int for size in key[1]))
-    return row if key is not None and is_done and not drops else row._replace(kind=END)
+    return row if key is not None and is_done else row._replace(kind=END)
 
 
 def _told(row: Row, grew: int) -> tuple[Any, ...]:

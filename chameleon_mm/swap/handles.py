@@ -30,29 +30,11 @@ if TYPE_CHECKING:
 #
 #     saved = SavedBytes(t)                       # at save: the bytes that `t` covers, and an alias with its counter
 #     saved.check()                               # at use: eager's "modified by an inplace operation"
-#     earlier.copy_includes(saved)                # at a later save of the same storage: a copy of the earlier bytes has these
-#
-# Versions of different counters cannot be compared. Some tensors share a storage but no counter: outputs of `unsafe_chunk` and
-# `unsafe_split`, `.data`, `set_`, and memory that a kernel fills without autograd. So a copy that began before a tensor's save
-# includes its bytes only under one condition: an earlier save had the same bytes, counter and version. Note [Identity].
+#     earlier.copy_includes(saved)                # at a later save of the storage: its copy has these, Note [Identity]
 #
 # Eager's error names the tensor's `grad_fn` at its use, or at its save if an operator saved its own output. If the tensor was
 # freed, our error names the `grad_fn` at its save. The hint and the spelling of operator names differ between torch versions.
 # We read both from an error that we provoke in torch.
-#
-# Note [Uncovered]: the bytes of a saved tensor are complete when the operator that saves it has ended. So their copy may wait
-# in a queue, ordered only after that operator. Other bytes of the storage may be incomplete. Their owner may write them while
-# the copy waits, and no version counter of a saved tensor shows that write.
-#
-# Example: torch's GRU without cuDNN. Its gates are `unsafe_chunk` parts of one product, each with its own counter. It writes
-# them in place one after the other, and saves each when it is complete.
-#
-# So a copy that reads uncovered bytes does not wait in the queue. It is handed to the device at once, after the moves queued
-# before it, and ordered after all earlier writes. A copy of covered bytes may wait. If a save of it was written to meanwhile,
-# its bytes are no longer covered. Each piece is then ordered after all work launched before the piece.
-#
-# Bytes written after the hand-over may be copied half written, but no use reads them. If they are saved later, `Slot.includes`
-# sees that this copy began before that save, and the copy begins again.
 
 _Ref = Callable[[], Tensor | None]
 """Weak reference to a tensor, which returns None once the tensor is freed."""

@@ -27,12 +27,11 @@ from chameleon_mm.swap.recipe import Reliance
 from chameleon_mm.swap.saved_storage import SavedStorage
 
 
-def call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:
+def call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> Any:
     """Call a method of an object that the caller must not keep alive. Do nothing once that object is freed. The executor holds
     the callers, and the watch of a step."""
     call = method()
-    if call is not None:
-        call(*arguments)
+    return None if call is None else call(*arguments)
 
 
 # --- hook lock
@@ -60,8 +59,9 @@ class HookLock:
         self.ended: deque[Ended] = deque()
         """Storages to retire and sources to release, by the next thread that enters. Others only read this and `errors`."""
         self.errors: deque[BaseException] = deque()
-        self.first: Callable[[], None] | None = None
-        """Function that `run` and `entered` call first. Code that takes `lock` itself, and `retire_if_idle`, do not call it."""
+        self.first: Callable[[], Callable[[], None] | None] | None = None
+        """Weak reference to the function that `run` and `entered` call first. Code that takes `lock` itself, and
+        `retire_if_idle`, do not call it."""
         self.pid = ThisProcess.pid
         """Process that owns the device and the blocks. Compared before the lock, which a thread lost in a fork may hold."""
 
@@ -111,8 +111,8 @@ class HookLock:
 
     def _begin(self) -> None:
         """Do the work that precedes a thread's own work, under the lock."""
-        if self.first is not None:
-            self.first()
+        if self.first is not None and (first := self.first()) is not None:
+            first()
         if self.ended:
             self._retire_ended()
 

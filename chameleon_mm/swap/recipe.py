@@ -1,45 +1,8 @@
-"""Recipes of dropped storages, their sources, and the rules for sources: Note [Relied on].
+"""Recipes of dropped storages, their sources, and the rules for sources: Note [Relied on], in docs/architecture.md.
 
-A recipe runs operators of forward again at the first use of a dropped storage. Its result has the same bits only if the
-operators read the same bytes as in forward. Three rules ensure that. A storage is dropped only if rule 1 or rule 2 holds for
-each source of its recipe. Rule 3 holds for each result.
-
-1. ALONE. Only the session can reach the source, from the drop until the replay.
-
-   There are three cases: the use count shows that only the session's tensors hold the storage; its bytes are on the host; or
-   the recipe has its own copy. A recipe copies inputs of up to 64 KiB. The drop waits until one case is true.
-
-       h = block(x)              # autograd does not save h; the session holds h for y
-       y = h.float()             # y waits: the model still has h, and may write to it
-       x = h + f(y)
-       del h                     # y is dropped at the next hook
-
-2. RELIED ON. Autograd has a handle for the source, and checks its version: a write raises the same error as in eager.
-
-   The rule ends with the last handle. If others hold the storage then, dropped storages made from it are recomputed at once.
-   They are also recomputed before a node that is not torch's own gets the tensor, because that node may write to it.
-
-       feature = encoder(x)                    # made from the encoder's weight, which autograd saves; dropped
-       loss, other = f(feature), g(feature.detach())
-       loss.backward()                         # autograd releases the weight: feature is recomputed now
-       optimizer.step()                        # writes the weight
-       other.backward()                        # uses feature
-
-3. COMPARED. The result is compared with the dropped bytes in the same step, by a checksum of 64 bits (`kernels/checksum.py`).
-
-   The first time, the storage is kept and used, and the recipe is tried as well (a proof). Later the host compares both
-   checksums before `backward` returns. If they differ, it raises `RecomputeMismatch` and never uses that recipe again.
-
-       h = block(x); y = h.float(); kernel(h.data_ptr())       # in each step: the proof fails, y is never dropped
-       if step % 4 == 3: kernel(h.data_ptr())                  # in some steps: RecomputeMismatch in those
-
-In one case a replay raises eager's error although eager itself would not. A source of rule 2 was written to, and backward never
-reaches the node that saved it. Eager checks only at that node, and the recipe cannot know that the node will not run.
-
-Version counters and use counts decide rules 1 and 2 before the drop. So writes by torch's operators change no bit and raise no
-other error, in forward, in backward or on another thread. Rule 3 finds what no counter shows: a write through a pointer or
-`.data`, an extension with a wrong schema, an operator that is not reproducible. It compares results, not sources. Such a write
-may also change a tensor between two operators of a recipe, or the result before its save.
+A recipe runs operators of forward again at the first use of a dropped storage, and must read the same bytes as in forward. Rule
+1: only the session can reach the source (`Source.is_alone`). Rule 2: autograd checks its version (`Source.is_relied_on`,
+`Reliance`). One of them holds for each source. Rule 3: each result is compared.
 """
 
 from __future__ import annotations

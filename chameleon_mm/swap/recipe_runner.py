@@ -31,7 +31,7 @@ from chameleon_mm.swap.recipe import Proof, Recipe, Recomputed, Refusal
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.units import allocated_size
 
-# --- Comparison of recomputed storages with their originals: rule 3 of Note [Relied on], `swap/recipe.py`
+# --- Comparison of recomputed storages with their originals: rule 3 of Note [Relied on]
 #
 # No kernel waits for the host. The host reads all checksums at the end of each backward, after the last was taken.
 

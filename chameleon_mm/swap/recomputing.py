@@ -7,7 +7,7 @@
     recomputing.waiting                          # storages to drop once only the session holds their sources
     recomputing.prove(saved, restore)            # at the first use of a kept storage: try its recipe
 
-Note [Relied on] in `swap/recipe.py` says what a recipe may rely on. Its rules are cited by number here.
+Note [Relied on] says what a recipe may rely on (docs/architecture.md). Its rules are cited by number here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from chameleon_mm.replayable import base_name
 from chameleon_mm.swap.calling_thread import ComputeStreams
 from chameleon_mm.swap.claims import Claim
 from chameleon_mm.swap.forms import Original, RecomputedForm
-from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes, SwappedView, flat_bytes
+from chameleon_mm.swap.handles import NO_HOOK, Handle, KeptTensor, SavedBytes, SwappedView, flat_bytes
 from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.metrics import Metrics
 from chameleon_mm.swap.recipe import Proof, Recipe, Refusal, Reliance, Source, build
@@ -242,6 +242,8 @@ class Recomputing:
 
     def note_saved(self, t: Tensor, handle: Handle) -> None:
         """Note the handle that keeps the bytes of `t`, which autograd saves now."""
+        if self.watch is not None and handle.saved_at[1] != NO_HOOK:
+            self.watch.at_hook(handle.saved_at[1] + 1)
         self._parameters.look()
         if not isinstance(handle, (SwappedView, KeptTensor)) or not _is_plain(t):
             return
@@ -289,23 +291,18 @@ class Recomputing:
         """Drop `due` and waiting storages whose recipes are proven and sources secure. Returns those that will never be
         dropped."""
         self._streams.current()  # registers the stream, so that its reads are ordered with the owner
-        return [saved for saved in (*due, *self._ready()) if self.drop(saved) not in (None, WAITS)]
-
-    def drop(self, saved: SavedStorage) -> Refusal | None:
-        """Drop a storage that the plan recomputes. Returns why it stays, or None if it was dropped."""
         self._follow()
-        refusal = self._drop(saved)
-        if refusal is not None:
-            self._note_refusal(saved, refusal)
-        return refusal
+        return [saved for saved in (*due, *self._ready()) if self._note_refusal(saved, self._drop(saved))]
 
-    def _note_refusal(self, saved: SavedStorage, refusal: Refusal) -> None:
-        if refusal is WAITS:
-            return
+    def _note_refusal(self, saved: SavedStorage, refusal: Refusal | None) -> bool:
+        """Note why `saved` is not dropped. Returns True if it never will be."""
+        if refusal is None or refusal is WAITS:
+            return False
         self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
         self._note_untypical()
         if refusal is not AT_ITS_USE and self.watch is not None and self._plan is not None and saved.number is not None:
             self._plan.note_refusal(saved.number, refusal)
+        return True
 
     def _drop(self, saved: SavedStorage) -> Refusal | None:
         plan, number = self._plan, saved.number

@@ -34,6 +34,7 @@ from chameleon_mm.device.holders import held_alone
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.plan.step_program import AGAIN, FIRST, KEPT, OUT, RELEASE, USE, Op, Row
+from chameleon_mm.record.call_notes import AnyWatch
 from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.swap.calling_thread import sequence_nr
 from chameleon_mm.swap.classify import ProtectedStorages, reason_to_stay
@@ -137,11 +138,11 @@ class StepLoop:
 
     __slots__ = (
         "_abandoned", "_allocated", "_arenas", "_back", "_by_storage", "_claimed", "_compute", "_context", "_device", "_epoch",
-        "_events", "_grew", "_group", "_growths", "_held", "_home", "_hook_lock", "_is_record", "_kept", "_late", "_later",
+        "_events", "_grew", "_group", "_growths", "_held", "_hook_lock", "_is_record", "_kept", "_late", "_later",
         "_metrics", "_min_bytes", "_nbytes", "_offset", "_out", "_protected", "_python", "_read_memory", "_reading", "_rows",
-        "_slots", "_storages", "_timed", "_under_copy", "bytes_reclaimed", "bytes_swapped_in", "bytes_swapped_out",
-        "cumulative", "fallbacks", "follows", "growth", "hook", "limit", "now", "operators", "peak", "prefetches", "seen",
-        "since", "taken",
+        "_slots", "_storages", "_timed", "_under_copy", "_watch", "bytes_reclaimed", "bytes_swapped_in", "bytes_swapped_out",
+        "cumulative", "fallbacks", "follows", "growth", "home", "hook", "limit", "now", "operators", "peak", "prefetches",
+        "seen", "since", "swap_ins_on_demand", "taken",
     )  # fmt: skip
     # A dictionary of so many attributes takes a tenth of a hook's time more.
 
@@ -153,16 +154,19 @@ class StepLoop:
         self._device, self._protected, self._min_bytes = device, protected, min_bytes
         self._hook_lock = weakref.ref(hook_lock)
         self._context, self._out, self._back = context, context.out_queue.stream, context.back_queue.stream
-        self._python, self._claimed, self._held = python, python["claimed"], context.held
+        self._python, self._claimed, self._held = python, python["claimed"], python["held"]
+        self._watch: AnyWatch | None = None
+        """How the step's storages are made, in a step that may recompute: then each that may leave has a record."""
         self._metrics = context.metrics
         self.follows = self._timed = False
         """`follows`: True if the loop takes the next hook."""
         # Numbers of a step: set as the loop takes the hooks, and read afterwards.
         self.hook = -1
-        """Latest hook that was done, here or by the executor."""
-        self.operators = self.limit = self.now = self.cumulative = self.taken = self.since = self.growth = 0
+        """Latest hook that was done, here or by the executor. `home`: thread whose saves the loop does."""
+        self.home = self.operators = self.limit = self.now = self.cumulative = self.taken = self.since = self.growth = 0
         self.peak = self.seen = 0
-        self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
+        self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = 0
+        self.prefetches = self.swap_ins_on_demand = self.fallbacks = 0
         self._read_memory = device.memory_reader()
         self._reading: Sequence[int] = ()
         """The latest: fields of a `MemoryReading`."""
@@ -226,7 +230,7 @@ class StepLoop:
     def _save(self, t: Tensor, thread: int) -> KeptTensor | Saved | None:
         hook, now = self.hook + 1, sequence_nr()
         key, kind, number, ops, _, is_checked, ins = row = self._rows[hook]
-        if kind >= USE or thread != self._home:
+        if kind >= USE or thread != self.home:
             return None
         try:
             if key != (type(t), t.shape, t.dtype, now - self.operators):
@@ -239,6 +243,8 @@ class StepLoop:
                 return None
         elif reason:
             return None
+        if (watch := self._watch) is not None and watch.births.born:
+            self._python["hold_born"]()
         if (is_checked or ops or ins or self._late or self._held) and not self._run(row, hook, now):
             return None
         if kind == KEPT:
@@ -252,6 +258,8 @@ class StepLoop:
         self.hook, self.operators = hook, now
         if ins:
             self._prefetch(ins)
+        if watch is not None:
+            self._python["note_saved"](t, handle)
         return handle
 
     def _move(self, t: Tensor, number: int, hook: int, now: int, *, is_first: bool) -> Any:
@@ -290,15 +298,19 @@ class StepLoop:
             t = handle.tensor  # as `HandOver.use_record`, without a call
             if handle.saved_at != (self._epoch, key) or handle.tensor._version != handle.expected:
                 return None
+            if handle.relied is not None and handle.relied.dependents:
+                t = None
         elif of is Saved and (handle.hook != key or handle.alias._version != handle.version):
             return None
         if is_checked or ops or ins or self._late or self._held or of is not KeptTensor:
             # Another thread knows no later operator of the forward than the one that saved last.
-            running = sequence_nr() if thread == self._home else self.operators
+            running = sequence_nr() if thread == self.home else self.operators
             if not self._run(row, hook, running):
                 return None
         if of is Saved:
             slot = handle.slot
+            if slot.state == ON_HOST and ins and ins[0] == slot.number:
+                self._prefetch(ins[:1], is_ahead=False)  # as planned: the check left room for it
             if slot.state == ON_HOST:
                 return None  # room has to be made
             if slot.state == ARRIVING:
@@ -306,7 +318,7 @@ class StepLoop:
                 slot.state = RESTORED
             handle.used_in = slot.arrivals
             t = handle.alias.detach()  # a new reference for each user: the use count then shows every holder
-        elif of is not KeptTensor:
+        elif t is None:
             t = self._python["use_record"](handle, key)
         if t is None:
             return None
@@ -430,8 +442,8 @@ class StepLoop:
             slot.state = RESTORED
             self._later.append((RELEASE, slot.number, self._nbytes[slot.number]))
 
-    def _prefetch(self, numbers: Sequence[int]) -> None:
-        """Begin copies back, as far as there is memory: uses bring the others back."""
+    def _prefetch(self, numbers: Sequence[int], *, is_ahead: bool = True) -> None:
+        """Begin copies back, as far as there is memory: uses bring the others back. `is_ahead`: of their uses."""
         for number in numbers:
             if self._is_record[number]:
                 self.taken += self._python["fetch"](number)
@@ -454,7 +466,8 @@ class StepLoop:
             slot.arrivals += 1
             self.taken += self._allocated[number]
             self.bytes_swapped_in += nbytes
-            self.prefetches += 1
+            self.prefetches += is_ahead
+            self.swap_ins_on_demand += not is_ahead
 
     def _check(self, hook: int, growth: int, *, is_compared: bool) -> bool:
         """Read memory. Returns False if room has to be made, somebody has reset the readings, or the plan is given up.
@@ -481,10 +494,12 @@ class StepLoop:
 
     # --- between the executor's state and this one
 
-    def enter(self, program: Program, compute: Stream, is_record: list[bool], epoch: int) -> None:
-        """Take the hooks behind `hook`. `is_record`: by storage, whether the executor has it, or will. `epoch`: the step."""
+    def enter(self, program: Program, compute: Stream, is_record: list[bool], epoch: int, watch: AnyWatch | None) -> None:
+        """Take the hooks behind `hook`. `is_record`: by storage, whether the executor has it, or will. `epoch`: the step.
+        `watch`: of a step that may recompute: then all have, or will have, a record."""
+        self._watch = watch
         self._rows, self._grew, self._nbytes, self._allocated, self._group, self._offset = program
-        self._compute, self._is_record, self._epoch, self._home = compute, is_record, epoch, get_ident()
+        self._compute, self._is_record, self._epoch = compute, is_record, epoch
         self._reading = self.now, self.cumulative, self.peak, 0
         self.settle(compute)
         if self._timed:
@@ -511,7 +526,7 @@ class StepLoop:
         self._abandoned += [(slot, self._events[n]) for n, slot in self._under_copy.items() if n not in slots]
         if not self._device.capturing():  # a capture may not wait for what began before it
             self.settle(self._compute)
-        running, stays = sequence_nr() if get_ident() == self._home else self.operators, self._storages
+        running, stays = sequence_nr() if get_ident() == self.home else self.operators, self._storages
         gone = [ref for n, ref in enumerate(stays) if n not in slots and ref is not None]
         told = {
             "slots": [(n, s.state, s.operators, s.operators < running, not stays[n]) for n, s in sorted(slots.items())],

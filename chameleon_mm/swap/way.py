@@ -15,7 +15,8 @@ class Way:
     """
 
     __slots__ = (
-        "_next", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "staying", "storages",
+        "_next", "dropped", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "staying",
+        "storages",
     )  # fmt: skip
 
     def __init__(
@@ -34,6 +35,8 @@ class Way:
         """Numbers of the storages that must stay on the device."""
         self.late: list[Op] = []
         """Ops whose hook has passed, because the operator that saves the storage was not over then."""
+        self.dropped: set[int] = set()
+        """Numbers of the storages whose drop was tried: a row that the loop began may begin again."""
         self._next = 0
 
     def number(self, saved: SavedStorage, number: int) -> None:

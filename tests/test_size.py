@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-MOST_LIBRARY_LINES = 35_348
+MOST_LIBRARY_LINES = 35_350
 """Python of `chameleon_mm`, without `bench` and `kernels`."""
 
 MOST_BENCH_AND_KERNELS_LINES = 5_897
 """Python of `bench` and `kernels`."""
 
-MOST_TEST_LINES = 58_372
+MOST_TEST_LINES = 58_379
 """Python and C++ of `tests`, the CUDA stand-in included."""
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -111,12 +111,13 @@ class InSession:
         return run
 
 
+def without_loop(hand_over: HandOver) -> None:
+    hand_over._is_called = False
+
+
 @cache
 def by_executor(watch: str, link: str, share: float, *, half: bool) -> InSession:
     """The executor does each hook. `watch`: what `each_watch` names."""
-
-    def without_loop(hand_over: HandOver) -> None:
-        hand_over._is_called = False
 
     return InSession(link, share, half=half, inside=without_loop)
 
@@ -210,28 +211,34 @@ def early_and_late(*, moves: bool) -> list[bytes]:
     return [bits(torch.autograd.grad(torch.stack([t.sum() for t in late]).sum(), source)[0])]
 
 
-def late_in_session(*, moves: bool) -> tuple[list[list[bytes]] | str, int]:
-    """Results, or the error, and the number of the last step's hooks that a loop did."""
-    WritesInTheLastStep.steps = 0
-    device, found = device_of("slowest"), list[list[bytes]]()
-    torch.manual_seed(1)
-    with device.compute(), cm.SwapSession(device.allocated_bytes() + (2 << 20), device=device, min_bytes=256) as session:
-        try:
-            for _ in range(STEPS):
-                with session.step():
-                    found.append(early_and_late(moves=moves))
-        except cm.RecomputeMismatch as error:
-            return str(error), session._executor.hand_over._of_executor.hook
-        return found, session._executor.hand_over._of_executor.hook
+class LateInSession:
+    def __init__(self, *, moves: bool, inside: Callable[[HandOver], None] = lambda _: None) -> None:
+        WritesInTheLastStep.steps = 0
+        device, self.found, self.error = device_of("slowest"), list[list[bytes]](), ""
+        torch.manual_seed(1)
+        with device.compute(), cm.SwapSession(device.allocated_bytes() + (2 << 20), device=device, min_bytes=256) as session:
+            inside(session._executor.hand_over)
+            try:
+                for _ in range(STEPS):
+                    with session.step():
+                        self.found.append(early_and_late(moves=moves))
+            except cm.RecomputeMismatch as error:
+                self.error = str(error)
+            report = session.report()
+        self.hook = session._executor.hand_over._of_executor.hook
+        self.figures = device.peak_allocated_bytes(), report.steps_by_phase, report.recomputed, report.recomputations
 
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_what_a_node_may_write_to_was_used_before_in_the_loop_too(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before memory is checked, as in the executor."""
     WritesInTheLastStep.steps = 0
     torch.manual_seed(1)
     expected = [early_and_late(moves=moves) for _ in range(STEPS)]  # plain PyTorch: nothing of ours around it
-    found, hooks = late_in_session(moves=moves)
-    assert found == expected
-    assert hooks >= 11  # the first use, at least
+    by_loop, alone = LateInSession(moves=moves), LateInSession(moves=moves, inside=without_loop)
+    assert by_loop.found == alone.found == expected
+    assert by_loop.figures == alone.figures
+    assert by_loop.hook >= 11  # the first use, at least
+    assert alone.hook == -1
     monkeypatch.setattr(Rescue, "hand_out", lambda *_: None)
-    assert "recomputed with other bits" in late_in_session(moves=moves)[0]
+    assert "recomputed with other bits" in LateInSession(moves=moves).error

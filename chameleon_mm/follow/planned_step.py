@@ -314,10 +314,7 @@ class PlannedStep:
         room = ExtraMemory.room_for(self.recent_extra, spare_bytes)
         return room if self.extra.exceeds(room, spare_bytes) else None
 
-    # Note [Odd steps]: a step that takes more memory than its plan provides is odd. After the first odd step the plan stays.
-    # After the second, or after one that directly follows the recorded step, plans provide for it for `RECENT_STEPS` steps, if
-    # possible: for the maximum, plus the difference among odd steps. The next odd step is expected after the same interval. If
-    # plans can be made for it, it follows them (`odd`). Example: a metric in every tenth step.
+    # Note [Odd steps]: a step that takes more memory than its plan provides is odd. docs/adaptation.md says what follows then.
 
     @property
     def is_first_use(self) -> bool:

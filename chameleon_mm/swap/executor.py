@@ -220,8 +220,9 @@ class Executor:
             return self.hook_lock.run(self._use_locked, handle, saved, is_hook)
 
     def _compare_at_the_end(self) -> None:
-        if self._comparisons.pending:
-            self._comparisons.at_the_end(partial(call_if_alive, weakref.WeakMethod(self.settle)))
+        if self._comparisons.pending and self.hook_lock.may_ask_device():
+            with _disable_current_modes() if tracer_is_on() else nullcontext():
+                self._comparisons.at_the_end(partial(call_if_alive, weakref.WeakMethod(self.settle)))
 
     def settle(self, task: int | None = None) -> None:
         """Compare the recomputed results of backward `task`; None: of all. Waits for the device. Raises `RecomputeMismatch`."""

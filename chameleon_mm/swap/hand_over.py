@@ -123,7 +123,7 @@ class HandOver:
         device, context, min_bytes = self._device, self._context, executor.min_bytes
         streams = context.out_queue.stream, context.back_queue.stream
         helper = device.native_loop(streams) if device is context.pool.device else None
-        works = self.take, self.grown, self.do_ops, self.fetch, self.save_record, self.use_record, self.hold_born
+        works = self.take, self.grown, self.do_ops, self.fetch, self.save_record, self.use_record, self.hold_born, self.hand_out
         common = {
             "safe": executor.protected.refs, "claimed": self._claims.by_storage, "held": context.held,
             "come_back": partial(uncompiled(call_if_alive), weakref.WeakMethod(self.come_back)),
@@ -205,6 +205,7 @@ class HandOver:
         for name, value in numbers.items():
             setattr(self.loop, name, value)
         self._entered, self._compute = (way, director, latest), compute
+        executor.recomputing.follow()
         self._home = this_thread.number if saves_here else -1
         if isinstance(loop, StepLoop):
             loop.enter(self._compiled.program, compute, self._is_record, way.epoch, executor.recording.watch)
@@ -222,6 +223,8 @@ class HandOver:
         """Count memory that the executor took while the loop may follow as no growth of the model."""
         if self.loop.follows:
             self.loop.taken += nbytes
+            if not self._budget.has_room_ahead:
+                self.loop.limit = -1  # the executor makes room at the next check
 
     def forget(self) -> None:
         """Forget the step that has ended."""
@@ -255,7 +258,8 @@ class HandOver:
     def do_ops(self, way: Way, ops: Sequence[Op], hook: int, latest: int) -> tuple[int, list[Op]]:
         """Execute `ops` on records, and do what is pending. Returns the bytes of device memory that they took, and those that
         are late."""
-        way.hook, before = hook, self._budget.taken_bytes
+        before = self._budget.taken_bytes
+        way.at(hook)
         if self._home >= 0:
             self._outs.latest_operator = self._home, latest
         is_watched = self.loop is self._of_executor
@@ -299,41 +303,40 @@ class HandOver:
         if executor is None or handle.saved_at != (way.epoch, hook):
             return None
         if type(handle) is KeptTensor:
-            if handle.relied is not None and handle.relied.dependents:
-                executor.rescue.hand_out(handle.relied, handle, None)
-            return handle.tensor if handle.tensor._version == handle.expected else None
+            relies = handle.relied is not None and handle.relied.dependents
+            return handle.tensor if handle.tensor._version == handle.expected and not relies else None
         if type(handle) is not SwappedView or handle.saved.moved:
             return None
-        saved = handle.claim.saved
-        if self.loop is self._of_executor:
-            return self._use_watched(executor, way, handle)
-        if saved.state is State.ON_HOST or saved.swap_in_failed or saved.proof is not None:
-            return None
-        if saved.relied is not None and saved.relied.dependents:  # of an earlier step, which recomputed
-            return None
-        return executor.restored(handle, self._compute)
-
-    def _use_watched(self, executor: Executor, way: Way, handle: SwappedView) -> Tensor:
-        """Use a storage that may have a recipe, or may be a source of one. Each storage has a record: room can be made."""
-        budget, before = self._budget, self._budget.taken_bytes
+        saved, before = handle.claim.saved, self._budget.taken_bytes
+        if self.loop is not self._of_executor:  # no room can be made for a storage: others have no records
+            is_away = saved.state is State.ON_HOST or saved.swap_in_failed or saved.proof is not None
+            relies = saved.relied is not None and saved.relied.dependents  # of an earlier step, which recomputed
+            return None if is_away or relies else executor.restored(handle, self._compute)
         way.at(self.loop.hook + 1)
         executor.stop_waiting()
-        if (saved := handle.claim.saved).relied is not None and saved.relied.dependents:
-            executor.rescue.hand_out(saved.relied, handle, saved)
-        if saved.state is State.ON_HOST:
-            budget.allocated_bytes()  # read it: room may have to be made
-        t = executor.restored(handle, self._compute, way.coming(way.program.rows[way.hook]))
-        self.loop.taken += budget.taken_bytes - before
-        if not budget.has_room_ahead:
-            self.loop.limit = -1  # the executor makes room at the next check
-        return t
+        if saved.state is State.ON_HOST or saved.swap_in_failed:
+            self._budget.allocated_bytes()  # read it
+        try:
+            return executor.restored(handle, self._compute, way.coming(way.program.rows[way.hook]))
+        finally:
+            self.note_taken(self._budget.taken_bytes - before)
+
+    def hand_out(self, way: Way, handle: Any) -> bool:
+        """Recompute what relies on the bytes that a node gets now, before memory is checked. False: it is not done here."""
+        executor, before = self._executor(), self._budget.taken_bytes
+        if executor is None or self.loop is not self._of_executor or not executor.hook_lock.may_ask_device():
+            return False
+        saved = None if type(handle) is KeptTensor else handle.claim.saved
+        executor.rescue.hand_out((handle if saved is None else saved).relied, handle, saved)
+        self.note_taken(self._budget.taken_bytes - before)
+        return True
 
     def hold_born(self, way: Way) -> None:
         """Hold storages for recipes, from their birth on."""
         executor, before = self._executor(), self._budget.taken_bytes
         if executor is not None and self._entered is not None:
             executor.recomputing.hold_born(executor.claim_to_hold, self._entered[1].note_held)
-            self.loop.taken += self._budget.taken_bytes - before
+            self.note_taken(self._budget.taken_bytes - before)
 
     # --- back
 

@@ -202,10 +202,10 @@ class Recomputing:
         if before_write is not None:
             self.watch = watch_calls(self._device, before_write)
             self.watch.after_forward = self._held.clear  # recipes hold their own sources
-        self._follow()
+        self.follow()
         return self.watch
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Read the current plan from `followed`: any hook may show that the step follows another plan."""
         followed, watch = self._followed, self.watch
         plan = None if followed is None else followed.recompute
@@ -267,7 +267,7 @@ class Recomputing:
 
     def hold_born(self, claim_to_hold: ClaimToHold, note_held: Callable[[SavedStorage, int], None]) -> None:
         """Hold storages made since the last hook, as planned. Calls `note_held(saved, number)` for each new claim."""
-        self._follow()
+        self.follow()
         if self.watch is None or not self.watch.births.born:
             return
         for number, value, _ in self.watch.births.take():
@@ -291,7 +291,7 @@ class Recomputing:
         """Drop `due` and waiting storages whose recipes are proven and sources secure. Returns those that will never be
         dropped."""
         self._streams.current()  # registers the stream, so that its reads are ordered with the owner
-        self._follow()
+        self.follow()
         return [saved for saved in (*due, *self._ready()) if self._note_refusal(saved, self._drop(saved))]
 
     def _note_refusal(self, saved: SavedStorage, refusal: Refusal | None) -> bool:

@@ -38,7 +38,7 @@ from chameleon_mm.record.call_notes import AnyWatch
 from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.swap.calling_thread import sequence_nr
 from chameleon_mm.swap.classify import ProtectedStorages, reason_to_stay
-from chameleon_mm.swap.handles import KeptTensor
+from chameleon_mm.swap.handles import KeptTensor, SwappedView
 from chameleon_mm.swap.hook_lock import HookLock
 from chameleon_mm.swap.host_copy import SwapContext
 from chameleon_mm.swap.metrics import Direction
@@ -298,9 +298,10 @@ class StepLoop:
             t = handle.tensor  # as `HandOver.use_record`, without a call
             if handle.saved_at != (self._epoch, key) or handle.tensor._version != handle.expected:
                 return None
-            if handle.relied is not None and handle.relied.dependents:
-                t = None
         elif of is Saved and (handle.hook != key or handle.alias._version != handle.version):
+            return None
+        relied = handle.relied if of is KeptTensor else handle.claim.saved.relied if of is SwappedView else None
+        if relied is not None and relied.dependents and not self._python["hand_out"](handle):
             return None
         if is_checked or ops or ins or self._late or self._held or of is not KeptTensor:
             # Another thread knows no later operator of the forward than the one that saved last.
@@ -318,7 +319,7 @@ class StepLoop:
                 slot.state = RESTORED
             handle.used_in = slot.arrivals
             t = handle.alias.detach()  # a new reference for each user: the use count then shows every holder
-        elif t is None:
+        elif of is not KeptTensor:
             t = self._python["use_record"](handle, key)
         if t is None:
             return None
@@ -518,7 +519,7 @@ class StepLoop:
     def give_back(self) -> dict[str, Any]:
         """Return all that the loop has, and follow no more: slots, saves in order, late ops, growths, and storages whose saves
         are gone and that others still hold."""
-        self.follows = False
+        self.follows, self._watch = False, None
         self.now, self.cumulative, self.peak, _ = self._reading
         of_slots = [slot.saves for ref in self._slots if ref is not None and (slot := ref()) is not None]
         saves = [saved for of_slot in of_slots for *_, ref in of_slot if (saved := ref()) is not None]

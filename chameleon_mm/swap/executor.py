@@ -123,8 +123,7 @@ class Executor:
     def save(self, t: Tensor) -> Handle:
         """Save hook: return the handle that autograd holds instead of `t`. A tensor of an unknown kind is kept as it is."""
         if self.recording.is_over:
-            self.hook_counts.saves += 1
-            return self._save(t, is_hook=True)
+            return self.save_without_loop(t)
         with self.recording.paused():
             handle: Handle = self.hand_over.save_watched(t)
         self.recording.leave_if_needed()

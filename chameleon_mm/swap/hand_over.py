@@ -91,8 +91,8 @@ class HandOver:
         self._protected, self._device = executor.protected, executor.device
         self._is_called = False
         """True if autograd calls the loop's hooks."""
-        self._programs = [weakref.WeakKeyDictionary[StepProgram, _Compiled]() for _ in range(2)]
-        """Programs for Python's loop, and for the helper's."""
+        self._programs = defaultdict[Any, weakref.WeakKeyDictionary[StepProgram, _Compiled]](weakref.WeakKeyDictionary)
+        """Compiled programs by the module of their loop."""
         self._compiled: Any = None
         """The program that the loop has."""
         self._arenas: dict[int, Arena] = {}
@@ -187,7 +187,7 @@ class HandOver:
         epoch, entries = self._entries
         self._entries = way.epoch, entries + 1 if epoch == way.epoch else 1
         kind: Any = step_loop if isinstance(loop, StepLoop) else self._kind
-        programs = self._programs[kind is not step_loop]
+        programs = self._programs[kind]
         if way.program not in programs:
             programs[way.program] = _compiled(kind, way.program, until)
         self.loop, self._compiled = loop, programs[way.program]
@@ -205,8 +205,9 @@ class HandOver:
         for name, value in numbers.items():
             setattr(self.loop, name, value)
         self._entered, self._compute = (way, director, latest), compute
-        executor.recomputing.follow()
         self._home = this_thread.number if saves_here else -1
+        if is_watched:
+            executor.recomputing.follow()
         if isinstance(loop, StepLoop):
             loop.enter(self._compiled.program, compute, self._is_record, way.epoch, executor.recording.watch)
         else:
@@ -334,9 +335,9 @@ class HandOver:
     def hold_born(self, way: Way) -> None:
         """Hold storages for recipes, from their birth on."""
         executor, before = self._executor(), self._budget.taken_bytes
-        if executor is not None and self._entered is not None:
-            executor.recomputing.hold_born(executor.claim_to_hold, self._entered[1].note_held)
-            self.note_taken(self._budget.taken_bytes - before)
+        assert executor is not None and self._entered is not None
+        executor.recomputing.hold_born(executor.claim_to_hold, self._entered[1].note_held)
+        self.note_taken(self._budget.taken_bytes - before)
 
     # --- back
 
